@@ -1,0 +1,151 @@
+"""Every setting of the server: names, groups, defaults and help, in one place.
+
+``ServerConfig`` is composed of one frozen struct per topic and is never changed after start-up;
+what is found out later (pages, vocabulary, limits) travels in messages. Flags use SGLang's
+names where it has one. ``launch.py`` reads flags and ``--config file.yaml`` into it (a flag beats
+the file; an unknown name is an error), writes it to ``config.json`` in the 0700 run directory, and
+every process reads it from there.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+def flag(help_text: str) -> Meta:
+    """Attach a flag's help text to a config field."""
+    return Meta(description=help_text)
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the sections: frozen, unknown names refused."""
+
+
+class ModelConfig(_Section, frozen=True, kw_only=True):
+    """Model"""
+
+    model: Annotated[
+        str,
+        flag("Hugging Face id, local folder (safetensors) or .gguf file; empty: SmolLM2-135M-Instruct"),
+    ] = ""
+    tokenizer: Annotated[str, flag("folder with another tokenizer (default: the model's own)")] = ""
+    served_model_name: Annotated[list[str], flag("name or names clients may use (default: the model's name)")] = []
+    revision: Annotated[str, flag("revision of a Hugging Face id")] = ""
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        flag("weights and arithmetic; auto: bfloat16 where the machine has it, else float32"),
+    ] = "auto"
+    context_length: Annotated[int, flag("most positions of a request; 0: the model's own limit")] = 0
+    load_format: Annotated[
+        Literal["auto", "dummy"],
+        flag("dummy: random weights from config.json, for benchmarks"),
+    ] = "auto"
+    trust_remote_code: Annotated[bool, flag("let transformers run Python code that comes with the model")] = False
+    chat_template: Annotated[str, flag("Jinja file or inline template instead of the model's own")] = ""
+    tool_call_parser: Annotated[str, flag("syntax of tool calls; auto: found from the chat template")] = "auto"
+    reasoning_parser: Annotated[str, flag("syntax of reasoning blocks (deepseek-r1, qwen3); empty: none")] = ""
+    sampling_defaults: Annotated[
+        Literal["model", "openai"], flag("model: defaults from generation_config.json; openai: the protocol's own")
+    ] = "model"
+    random_seed: Annotated[int, flag("seed of everything drawn at start-up (dummy weights)")] = 0
+
+
+class HttpConfig(_Section, frozen=True, kw_only=True):
+    """HTTP"""
+
+    host: Annotated[str, flag("address to listen on")] = "127.0.0.1"
+    port: Annotated[int, flag("port to listen on")] = 30000
+    gateways: Annotated[int, flag("gateway processes behind the one port")] = 1
+    tokenizers: Annotated[int, flag("tokenizer processes")] = 1
+    api_key: Annotated[list[str], flag("keys clients must send one of; none: open")] = []
+    admin_api_key: Annotated[list[str], flag("keys for the endpoints that change state; none: as --api-key")] = []
+    cors_origin: Annotated[list[str], flag("origins allowed by CORS; none: off")] = []
+    max_request_bytes: Annotated[int, flag("largest request body; more is 413")] = 16 << 20
+    max_connections: Annotated[int, flag("open connections per gateway; more is 503")] = 4096
+    stream_buffer_bytes: Annotated[int, flag("unsent bytes after which a slow reader is cut off")] = 4 << 20
+
+
+class SchedulerConfig(_Section, frozen=True, kw_only=True):
+    """Scheduler"""
+
+    schedule_policy: Annotated[Literal["fcfs", "lpm", "priority"], flag("order of the waiting queue")] = "fcfs"
+    schedule_conservativeness: Annotated[float, flag("above 1 admits more carefully, below 1 more boldly")] = 1.0
+    chunked_prefill_size: Annotated[
+        int,
+        flag("most prefill tokens in a step; 0: chosen from the measured step cost"),
+    ] = 0
+    max_running_requests: Annotated[int, flag("most requests running at once")] = 256
+    max_queued_requests: Annotated[int, flag("most requests waiting; more is 503")] = 4096
+    queue_timeout_s: Annotated[float, flag("longest wait in the queue; 0: no limit")] = 0.0
+    priority_preemption_threshold: Annotated[
+        int,
+        flag("priority difference above which a waiting request preempts"),
+    ] = 10
+    disable_overlap_schedule: Annotated[bool, flag("send a step only when the one before has returned")] = False
+
+
+class CacheConfig(_Section, frozen=True, kw_only=True):
+    """KV cache"""
+
+    page_size: Annotated[int, flag("tokens per KV page; a power of two")] = 16
+    mem_fraction_static: Annotated[
+        float,
+        flag(
+            "fraction of the memory free at start that the KV pool takes; 0: chosen (0.3 on CPU, 0.85 on GPU)"
+        ),
+    ] = 0.0
+    max_total_tokens: Annotated[int, flag("tokens the KV pool holds; 0: from --mem-fraction-static")] = 0
+    disable_radix_cache: Annotated[bool, flag("do not keep finished prefixes")] = False
+
+
+class WorkerConfig(_Section, frozen=True, kw_only=True):
+    """Worker"""
+
+    device: Annotated[Literal["auto", "cpu", "cuda"], flag("where the model runs")] = "auto"
+    tp_size: Annotated[int, flag("tensor-parallel ranks, one worker process each")] = 1
+    cpu_threads: Annotated[int, flag("threads of a CPU worker; 0: the cores this process may use")] = 0
+    worker_path: Annotated[
+        Literal["auto", "generic", "cpu-fast"], flag("which forward pass; auto: the fastest that covers the model")
+    ] = "auto"
+    grammar_backend: Annotated[Literal["llguidance", "none"], flag("constrained decoding")] = "llguidance"
+
+
+class RuntimeConfig(_Section, frozen=True, kw_only=True):
+    """Runtime"""
+
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], flag("log level")] = "info"
+    log_format: Annotated[Literal["text", "json"], flag("one JSON object per line, or text")] = "text"
+    trace: Annotated[str, flag("folder for traces of every decision; empty: off")] = ""
+    drain_seconds: Annotated[float, flag("after SIGTERM: time for what runs to finish")] = 30.0
+    start_timeout_s: Annotated[float, flag("longest time until every process is ready")] = 600.0
+    hang_timeout_s: Annotated[
+        float,
+        flag("a busy process without progress for this long is killed and replaced"),
+    ] = 120.0
+    max_restarts: Annotated[int, flag("restarts of one process within a minute before everything stops")] = 5
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole configuration. Section docstrings are the group titles of ``--help``."""
+
+    model: ModelConfig = ModelConfig()
+    http: HttpConfig = HttpConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    cache: CacheConfig = CacheConfig()
+    worker: WorkerConfig = WorkerConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    model_dir: str = ""
+    """Filled in by launch.py: the resolved local folder (config.json, safetensors, tokenizer.json)."""
+
+
+def save(config: ServerConfig) -> bytes:
+    """Serialise for ``config.json``."""
+    return msgspec.json.encode(config)
+
+
+def load(data: bytes) -> ServerConfig:
+    """Read what ``save`` wrote; raises ``msgspec.ValidationError`` for anything else."""
+    return msgspec.json.decode(data, type=ServerConfig)

@@ -1,0 +1,154 @@
+"""Life-cycle of a process of the engine: arguments, title, logging, signals, heartbeats.
+
+Each package has a ``main.py`` whose ``main(context)`` is its loop and a ``__main__.py`` of two
+lines that calls :func:`run`. The supervisor starts
+
+    python -m <package> --run-dir DIR --index I --generation G
+
+and the process finds ``config.json`` and its channels' sockets in DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import setproctitle
+
+from common import config as config_file
+from common.channels import Channels, Sender
+from common.config import ServerConfig
+from common.errors import ConfigError
+from common.messages import Heartbeat
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.5
+_PR_SET_PDEATHSIG = 1
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+"""The supervisor does not restart a process that ends with this: it would end the same way."""
+
+
+@dataclass
+class ProcessContext:
+    """What a role's main loop is given. ``stopping`` turns True on SIGTERM or SIGINT."""
+
+    role: str
+    index: int
+    generation: int
+    config: ServerConfig
+    run_dir: Path
+    channels: Channels
+    stopping: bool = False
+    _heart: Sender | None = None
+    _last_beat: float = 0.0
+    _last_ready: bool = False
+    _stop_hooks: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """``worker-0``: the key of ``EngineStatus.generations``."""
+        return f"{self.role}-{self.index}"
+
+    def on_stop(self, hook: Callable[[], None]) -> None:
+        """Call ``hook`` (signal-safe) when the process is asked to stop."""
+        self._stop_hooks.append(hook)
+
+    def beat(
+        self,
+        *,
+        ready: bool,
+        progress: int,
+        busy_since: float = 0.0,
+        detail: str = "",
+        info: dict[str, Any] | None = None,
+    ) -> None:
+        """Tell the supervisor that the loop turns; cheap, sends at most every ``HEARTBEAT_S``.
+
+        Call it on every turn of the loop. A change of ``ready`` is sent at once.
+        """
+        now = time.monotonic()
+        if now - self._last_beat < HEARTBEAT_S and ready == self._last_ready:
+            return
+        self._last_beat, self._last_ready = now, ready
+        if self._heart is None:
+            self._heart = self.channels.sender("supervisor")
+        self._heart.send(
+            Heartbeat(
+                role=self.role,
+                index=self.index,
+                generation=self.generation,
+                pid=os.getpid(),
+                ready=ready,
+                progress=progress,
+                busy_since=busy_since,
+                detail=detail,
+                info=info or {},
+            )
+        )
+
+    def request_stop(self, *_: object) -> None:
+        """Signal handler: let the loop end."""
+        self.stopping = True
+        for hook in self._stop_hooks:
+            hook()
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends (Linux), however it ends."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def setup_logging(config: ServerConfig, name: str) -> None:
+    """Log to stderr, one line per event, each with the process's name."""
+    level = getattr(logging, config.runtime.log_level.upper())
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname).1s [{name}] %(message)s", "%H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+
+
+def run(role: str, main: Callable[[ProcessContext], None], argv: list[str] | None = None) -> int:
+    """Run a role as a process: parse arguments, set up, call ``main``, return the exit code."""
+    parser = argparse.ArgumentParser(prog=role)
+    parser.add_argument("--run-dir", required=True, type=Path)
+    parser.add_argument("--index", type=int, default=0)
+    parser.add_argument("--generation", type=int, default=0)
+    args = parser.parse_args(argv)
+    die_with_parent()
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks for stacks before it kills
+    config = config_file.load((args.run_dir / "config.json").read_bytes())
+    context = ProcessContext(role, args.index, args.generation, config, args.run_dir, Channels(args.run_dir))
+    setup_logging(config, context.name)
+    setproctitle.setproctitle(f"quintet {context.name}")
+    signal.signal(signal.SIGTERM, context.request_stop)
+    # A terminal's Ctrl-C reaches the whole group; the supervisor decides the order in which we end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        main(context)
+    except ConfigError as error:
+        log.error("%s", error)
+        return EXIT_CONFIG
+    except Exception:
+        log.exception("%s ended by an unexpected error", context.name)
+        return EXIT_FAILED
+    finally:
+        context.channels.close()
+    return EXIT_OK

@@ -1,0 +1,79 @@
+"""The seam between the worker's step loop and whatever computes logits.
+
+A runner is a model, its weights and its paged KV pool. The step loop packs the rows of a
+``ForwardBatch`` into one :class:`PackedBatch`; the runner writes the new tokens' K and V into
+their pages, attends, and returns logits. Nothing here knows about requests, sampling or wire
+messages, so runners are compared with each other on plain arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+I32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Tokens of one step, packed without padding: T tokens of S sequences.
+
+    Sequence s owns the packed rows ``query_start[s]:query_start[s + 1]``; they are its positions
+    ``context_lens[s] - n .. context_lens[s] - 1`` (n = number of its rows), so a row attends to
+    itself, the rows of its sequence before it, and the sequence's pages before them.
+    """
+
+    ids: I32
+    """[T] token ids."""
+    positions: I32
+    """[T] position of each token in its sequence."""
+    query_start: I32
+    """[S + 1]."""
+    context_lens: I32
+    """[S] length of each sequence, this step's tokens included."""
+    page_table: I32
+    """[S, P] page ids in position order; entries past a sequence's last page are 0 and unused."""
+    logit_rows: I32
+    """[R] packed rows whose logits are wanted, ascending; R may be 0."""
+
+
+class ModelRunner(Protocol):
+    """One way of computing a model's logits (generic torch path, CPU fast path, ...)."""
+
+    name: str
+    """Shown to users: ``generic-torch``, ``cpu-fast``, ..."""
+    batch_invariant: bool
+    """A row's logits depend on its own tokens alone, bit for bit."""
+    page_size: int
+    vocab_size: int
+    dtype: str
+
+    def kv_bytes_per_page(self) -> int:
+        """Bytes one page takes over all layers."""
+        ...
+
+    def weight_bytes(self) -> int:
+        """Bytes of weights held."""
+        ...
+
+    def allocate(self, num_pages: int) -> None:
+        """Create the KV pool. Called once, before any forward. Raises MemoryError with the arithmetic."""
+        ...
+
+    def forward(self, batch: PackedBatch) -> Any:
+        """Run one step; float32 logits [R, vocab_size].
+
+        A numpy array on CPU paths, a torch tensor on a GPU. Valid until the next call.
+        """
+        ...
+
+    def copy_pages(self, src: I32, dst: I32) -> None:
+        """Copy whole pages src[i] -> dst[i] in every layer (copy-on-write), in order."""
+        ...
+
+    def close(self) -> None:
+        """Stop threads and free the pool."""
+        ...
