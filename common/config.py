@@ -9,15 +9,20 @@ every process reads it from there.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from common.errors import ConfigError
 
-def flag(help_text: str) -> Meta:
-    """Attach a flag's help text to a config field."""
-    return Meta(description=help_text)
+
+def flag(help_text: str, *, ge: float | None = None, gt: float | None = None, le: float | None = None) -> Meta:
+    """Attach a flag's help text and its limits to a config field."""
+    given = {name: limit for name, limit in (("ge", ge), ("gt", gt), ("le", le)) if limit is not None}
+    kwargs: dict[str, Any] = {"description": help_text, **given}
+    return Meta(**kwargs)
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,7 +43,7 @@ class ModelConfig(_Section, frozen=True, kw_only=True):
         Literal["auto", "bfloat16", "float16", "float32"],
         flag("weights and arithmetic; auto: bfloat16 where the machine has it, else float32"),
     ] = "auto"
-    context_length: Annotated[int, flag("most positions of a request; 0: the model's own limit")] = 0
+    context_length: Annotated[int, flag("most positions of a request; 0: the model's own limit", ge=0)] = 0
     load_format: Annotated[
         Literal["auto", "dummy"],
         flag("dummy: random weights from config.json, for benchmarks"),
@@ -50,39 +55,39 @@ class ModelConfig(_Section, frozen=True, kw_only=True):
     sampling_defaults: Annotated[
         Literal["model", "openai"], flag("model: defaults from generation_config.json; openai: the protocol's own")
     ] = "model"
-    random_seed: Annotated[int, flag("seed of everything drawn at start-up (dummy weights)")] = 0
+    random_seed: Annotated[int, flag("seed of everything drawn at start-up (dummy weights)", ge=0)] = 0
 
 
 class HttpConfig(_Section, frozen=True, kw_only=True):
     """HTTP"""
 
     host: Annotated[str, flag("address to listen on")] = "127.0.0.1"
-    port: Annotated[int, flag("port to listen on")] = 30000
-    gateways: Annotated[int, flag("gateway processes behind the one port")] = 1
-    tokenizers: Annotated[int, flag("tokenizer processes")] = 1
+    port: Annotated[int, flag("port to listen on", ge=0, le=65535)] = 30000
+    gateways: Annotated[int, flag("gateway processes behind the one port", ge=1, le=64)] = 1
+    tokenizers: Annotated[int, flag("tokenizer processes", ge=1, le=64)] = 1
     api_key: Annotated[list[str], flag("keys clients must send one of; none: open")] = []
     admin_api_key: Annotated[list[str], flag("keys for the endpoints that change state; none: as --api-key")] = []
     cors_origin: Annotated[list[str], flag("origins allowed by CORS; none: off")] = []
-    max_request_bytes: Annotated[int, flag("largest request body; more is 413")] = 16 << 20
-    max_connections: Annotated[int, flag("open connections per gateway; more is 503")] = 4096
-    stream_buffer_bytes: Annotated[int, flag("unsent bytes after which a slow reader is cut off")] = 4 << 20
+    max_request_bytes: Annotated[int, flag("largest request body; more is 413", ge=1024)] = 16 << 20
+    max_connections: Annotated[int, flag("open connections per gateway; more is 503", ge=1)] = 4096
+    stream_buffer_bytes: Annotated[int, flag("unsent bytes after which a slow reader is cut off", ge=4096)] = 4 << 20
 
 
 class SchedulerConfig(_Section, frozen=True, kw_only=True):
     """Scheduler"""
 
     schedule_policy: Annotated[Literal["fcfs", "lpm", "priority"], flag("order of the waiting queue")] = "fcfs"
-    schedule_conservativeness: Annotated[float, flag("above 1 admits more carefully, below 1 more boldly")] = 1.0
+    schedule_conservativeness: Annotated[float, flag("above 1 admits more carefully, below 1 more boldly", gt=0)] = 1.0
     chunked_prefill_size: Annotated[
         int,
-        flag("most prefill tokens in a step; 0: chosen from the measured step cost"),
+        flag("most prefill tokens in a step; 0: chosen from the measured step cost", ge=0),
     ] = 0
-    max_running_requests: Annotated[int, flag("most requests running at once")] = 256
-    max_queued_requests: Annotated[int, flag("most requests waiting; more is 503")] = 4096
-    queue_timeout_s: Annotated[float, flag("longest wait in the queue; 0: no limit")] = 0.0
+    max_running_requests: Annotated[int, flag("most requests running at once", ge=1)] = 256
+    max_queued_requests: Annotated[int, flag("most requests waiting; more is 503", ge=1)] = 4096
+    queue_timeout_s: Annotated[float, flag("longest wait in the queue; 0: no limit", ge=0)] = 0.0
     priority_preemption_threshold: Annotated[
         int,
-        flag("priority difference above which a waiting request preempts"),
+        flag("priority difference above which a waiting request preempts", ge=0),
     ] = 10
     disable_overlap_schedule: Annotated[bool, flag("send a step only when the one before has returned")] = False
 
@@ -90,14 +95,16 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True):
 class CacheConfig(_Section, frozen=True, kw_only=True):
     """KV cache"""
 
-    page_size: Annotated[int, flag("tokens per KV page; a power of two")] = 16
+    page_size: Annotated[int, flag("tokens per KV page; a power of two", ge=1, le=1024)] = 16
     mem_fraction_static: Annotated[
         float,
         flag(
-            "fraction of the memory free at start that the KV pool takes; 0: chosen (0.3 on CPU, 0.85 on GPU)"
+            "fraction of the memory free at start that the KV pool takes; 0: chosen (0.3 on CPU, 0.85 on GPU)",
+            ge=0,
+            le=1,
         ),
     ] = 0.0
-    max_total_tokens: Annotated[int, flag("tokens the KV pool holds; 0: from --mem-fraction-static")] = 0
+    max_total_tokens: Annotated[int, flag("tokens the KV pool holds; 0: from --mem-fraction-static", ge=0)] = 0
     disable_radix_cache: Annotated[bool, flag("do not keep finished prefixes")] = False
 
 
@@ -105,8 +112,8 @@ class WorkerConfig(_Section, frozen=True, kw_only=True):
     """Worker"""
 
     device: Annotated[Literal["auto", "cpu", "cuda"], flag("where the model runs")] = "auto"
-    tp_size: Annotated[int, flag("tensor-parallel ranks, one worker process each")] = 1
-    cpu_threads: Annotated[int, flag("threads of a CPU worker; 0: the cores this process may use")] = 0
+    tp_size: Annotated[int, flag("tensor-parallel ranks, one worker process each", ge=1)] = 1
+    cpu_threads: Annotated[int, flag("threads of a CPU worker; 0: the cores this process may use", ge=0)] = 0
     worker_path: Annotated[
         Literal["auto", "generic", "cpu-fast"], flag("which forward pass; auto: the fastest that covers the model")
     ] = "auto"
@@ -119,13 +126,13 @@ class RuntimeConfig(_Section, frozen=True, kw_only=True):
     log_level: Annotated[Literal["debug", "info", "warning", "error"], flag("log level")] = "info"
     log_format: Annotated[Literal["text", "json"], flag("one JSON object per line, or text")] = "text"
     trace: Annotated[str, flag("folder for traces of every decision; empty: off")] = ""
-    drain_seconds: Annotated[float, flag("after SIGTERM: time for what runs to finish")] = 30.0
-    start_timeout_s: Annotated[float, flag("longest time until every process is ready")] = 600.0
+    drain_seconds: Annotated[float, flag("after SIGTERM: time for what runs to finish", ge=0)] = 30.0
+    start_timeout_s: Annotated[float, flag("longest time until every process is ready", gt=0)] = 600.0
     hang_timeout_s: Annotated[
         float,
-        flag("a busy process without progress for this long is killed and replaced"),
+        flag("a busy process without progress for this long is killed and replaced", gt=0),
     ] = 120.0
-    max_restarts: Annotated[int, flag("restarts of one process within a minute before everything stops")] = 5
+    max_restarts: Annotated[int, flag("restarts of one process within a minute before everything stops", ge=0)] = 5
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,6 +146,24 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     runtime: RuntimeConfig = RuntimeConfig()
     model_dir: str = ""
     """Filled in by launch.py: the resolved local folder (config.json, safetensors, tokenizer.json)."""
+
+
+def check(config: ServerConfig) -> None:
+    """What no single field's limits can say; raises ``ConfigError`` with the value and the way out."""
+    for section in msgspec.structs.asdict(config).values():
+        if isinstance(section, _Section):
+            _check_finite(msgspec.structs.asdict(section))
+    page_size = config.cache.page_size
+    if page_size & (page_size - 1):
+        raise ConfigError(f"--page-size {page_size}: must be a power of two (16 and 32 are usual)")
+    if any(not key for key in (*config.http.api_key, *config.http.admin_api_key)):
+        raise ConfigError("--api-key, --admin-api-key: a key is empty; leave the flag out to serve without keys")
+
+
+def _check_finite(fields: dict[str, Any]) -> None:
+    for name, value in fields.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be a finite number")
 
 
 def save(config: ServerConfig) -> bytes:

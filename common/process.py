@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
+import json
 import logging
 import os
 import signal
@@ -34,6 +35,7 @@ from common.messages import Heartbeat
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
+PARENT_PID_VARIABLE = "QUINTET_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 
 EXIT_OK = 0
@@ -108,17 +110,55 @@ class ProcessContext:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends (Linux), however it ends."""
+    """Ask the kernel to kill this process when its parent ends (Linux), however it ends.
+
+    The parent may have ended before the kernel was asked: a supervisor puts its pid into
+    ``PARENT_PID_VARIABLE``, and a process that finds itself with another parent ends at once.
+    """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    expected = os.environ.get(PARENT_PID_VARIABLE, "")
+    if expected.isdigit() and os.getppid() != int(expected):
+        os._exit(EXIT_FAILED)
+
+
+def reason_file(run_dir: Path, name: str) -> Path:
+    """Where a process that ends with ``EXIT_CONFIG`` leaves its words for the supervisor's last line."""
+    return run_dir / f"{name}.reason"
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object per line: time (seconds), level, process, logger, message; extra fields as given."""
+
+    _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._process_name = name
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": round(record.created, 6),
+            "level": record.levelname.lower(),
+            "process": self._process_name,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        line.update({key: value for key, value in vars(record).items() if key not in self._STANDARD})
+        return json.dumps(line, default=str, ensure_ascii=False)
 
 
 def setup_logging(config: ServerConfig, name: str) -> None:
-    """Log to stderr, one line per event, each with the process's name."""
+    """Log to stderr, one line per event, each with the process's name (``--log-format``)."""
     level = getattr(logging, config.runtime.log_level.upper())
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname).1s [{name}] %(message)s", "%H:%M:%S"))
+    if config.runtime.log_format == "json":
+        handler.setFormatter(_JsonFormatter(name))
+    else:
+        handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname).1s [{name}] %(message)s", "%H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
@@ -145,6 +185,7 @@ def run(role: str, main: Callable[[ProcessContext], None], argv: list[str] | Non
         main(context)
     except ConfigError as error:
         log.error("%s", error)
+        reason_file(context.run_dir, context.name).write_text(str(error), encoding="utf-8")
         return EXIT_CONFIG
     except Exception:
         log.exception("%s ended by an unexpected error", context.name)
