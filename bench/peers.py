@@ -1,0 +1,147 @@
+"""Quintet beside its peers: the same requests, one server after the other, medians and ratios.
+
+    python -m bench.peers --model-dir DIR --vllm PATH/bin/vllm --llama-server PATH --gguf BF16.gguf
+
+Servers run one at a time. Each round starts every server once and sends it every workload; the
+figures are medians over the rounds. The table gives each peer's figure and ours divided by it.
+CPU seconds per 1,000 output tokens are given for every process and for the load generator. The
+last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import statistics
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from bench import serve_bench, servers
+from bench.serve_bench import Options
+from bench.servers import Running, ServerSpec
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload at a concurrency, and the figure compared."""
+
+    workload: str
+    concurrency: int
+    n: int
+    figure: str
+
+    @property
+    def name(self) -> str:
+        """``short -c 8``."""
+        return f"{self.workload} -c {self.concurrency}"
+
+
+CASES = (
+    Case("decode", 1, 3, "out_tok_s"),
+    Case("short", 8, 48, "out_tok_s"),
+    Case("short", 32, 128, "out_tok_s"),
+    Case("shared-prefix", 8, 32, "req_s"),
+    Case("long-prompt", 4, 16, "in_tok_s"),
+    Case("multi-turn", 8, 40, "req_s"),
+    Case("mixed", 8, 40, "out_tok_s"),
+    Case("json", 8, 24, "req_s"),
+)
+
+Results = dict[str, dict[str, list[dict[str, Any]]]]
+"""server -> case -> one summary per round."""
+
+
+def run_case(server: Running, case: Case) -> dict[str, Any]:
+    """One workload on one server; the summary with CPU seconds per 1,000 output tokens by process."""
+    before, own_before = server.cpu_seconds(), _own_cpu()
+    options = Options(server.url, server.spec.model, case.workload, case.concurrency, case.n, label=server.spec.name)
+    run = asyncio.run(serve_bench.run(options))
+    own, after = _own_cpu() - own_before, server.cpu_seconds()
+    summary = serve_bench.summary(run)
+    for error in run.errors[:3]:
+        print(f"{server.spec.name} {case.name}: {error}", file=sys.stderr)
+    tokens = max(1, sum(reply.completion_tokens for reply in run.replies))
+    used = {name: after[name] - before.get(name, 0.0) for name in after} | {"load generator": own}
+    summary["cpu_s_per_1000_tokens"] = {name: round(1000 * value / tokens, 3) for name, value in used.items()}
+    return summary
+
+
+def run_round(specs: list[ServerSpec], cases: list[Case], results: Results, log_path: str) -> None:
+    """Start each server once and send it every case; appends to ``results``."""
+    for spec in specs:
+        with servers.serve(spec, log_path=log_path) as server:
+            for case in cases:
+                summary = run_case(server, case)
+                results.setdefault(spec.name, {}).setdefault(case.name, []).append(summary)
+                print(f"{spec.name:12} {case.name:20} {json.dumps(summary)}", flush=True)
+
+
+def median(results: Results, server: str, case: Case, figure: str) -> float:
+    """Median over the rounds; nan where the server did not run the case."""
+    rounds = results.get(server, {}).get(case.name, [])
+    values = [row[figure] for row in rounds if not row["errors"]]
+    return statistics.median(values) if values else float("nan")
+
+
+def table(results: Results, cases: list[Case]) -> str:
+    """A Markdown table: per case and server the figure, TTFT and ITL medians, and the ratio of ours to it."""
+    names = list(results)
+    lines = ["| workload | figure | " + " | ".join(names) + " |", "|---" * (2 + len(names)) + "|"]
+    for case in cases:
+        ours = median(results, "quintet", case, case.figure)
+        cells = []
+        for name in names:
+            value = median(results, name, case, case.figure)
+            itl, ttft = (median(results, name, case, key) for key in ("itl_ms_p50", "ttft_ms_p50"))
+            ratio = "" if name == "quintet" else f", ours {ours / value:.2f}x"
+            cells.append(f"{value:g} (ITL {itl:g} ms, TTFT {ttft:g} ms{ratio})")
+        lines.append(f"| {case.name} | {case.figure} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def specs_from(args: argparse.Namespace) -> list[ServerSpec]:
+    """The servers named on the command line, ours first."""
+    specs = [servers.quintet(*args.quintet_flag, model=args.model_dir)]
+    if args.vllm:
+        specs.append(servers.vllm_cpu(args.vllm, args.model_dir))
+    if args.llama_server:
+        specs.append(servers.llama_cpp(args.llama_server, args.gguf))
+    return specs
+
+
+def _own_cpu() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-dir", default="", help="safetensors folder; empty: the default model (ours only)")
+    parser.add_argument("--vllm", default="", help="the vllm executable of a vllm-cpu environment")
+    parser.add_argument("--llama-server", default="", help="the llama-server executable")
+    parser.add_argument("--gguf", default="", help="bf16 GGUF of the same weights for llama.cpp")
+    parser.add_argument("--quintet-flag", action="append", default=[], help="further flag for launch.py; repeatable")
+    parser.add_argument("--case", action="append", default=[], help="only this case, e.g. 'short -c 8'; repeatable")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--log", default="/dev/null", help="where the servers' output goes")
+    args = parser.parse_args()
+    cases = [case for case in CASES if not args.case or case.name in args.case]
+    if not cases:
+        parser.error(f"no such case; there are {', '.join(repr(case.name) for case in CASES)}")
+    results: Results = {}
+    for _ in range(args.runs):
+        run_round(specs_from(args), cases, results, args.log)
+    print(table(results, cases))
+    medians = {
+        name: {case.name: median(results, name, case, case.figure) for case in cases} for name in results
+    }
+    print(json.dumps(medians))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
