@@ -1,0 +1,134 @@
+"""Pieces of llguidance's Lark dialect, and a writer that puts them together.
+
+The dialect: ``name: ...`` rules, ``NAME: ...`` terminals (the longest match wins, or the shortest for
+a rule marked ``[lazy]``), ``%json {...}`` for a schema, ``<[5]>`` for the token with that id.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from common.errors import RequestError
+from common.grammar_ebnf import ebnf_to_lark, is_lark
+from common.grammar_schema import Json, prepare_schema
+
+ANY_TEXT = "/(?s:.*)/"
+
+_REGEX_PIECE = re.compile(r"\\(?:[pPx]\{[^}]*\}|.)|\[\^?|.", re.DOTALL)
+_ASCII = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[ \t\n\r\f\v]"}
+_ASCII_IN_CLASS = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v"}
+# Comments, strings, regexes and special tokens are skipped, so that only names are renamed.
+_LARK_PIECE = re.compile(
+    r"""//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|<[^<>\s]+>|(?<![\w@.-])start(?![\w-])"""
+)
+
+
+def literal(text: str) -> str:
+    """A Lark string. Raises RequestError (400) for text that is not Unicode (a lone surrogate)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{json.dumps(text)[:80]} is not valid Unicode", code="invalid_grammar") from None
+    return json.dumps(text, ensure_ascii=False)
+
+
+def regex_literal(pattern: str) -> str:
+    r"""A regular expression (Rust's syntax; the whole text must match) as a Lark terminal.
+
+    ``\d``, ``\w`` and ``\s`` mean their ASCII members, as in JavaScript and JSON Schema: what matches
+    here then matches under any engine's reading. Their complements stay complements of the Unicode sets.
+    """
+    if not pattern:
+        return '""'
+    out: list[str] = []
+    in_class = negated = False
+    for piece in _REGEX_PIECE.findall(pattern):
+        if piece[0] == "\\" and piece[1:] in _ASCII and not negated:
+            out.append((_ASCII_IN_CLASS if in_class else _ASCII)[piece[1:]])
+        elif piece == "/":
+            out.append(r"\/")
+        elif piece == "\n":
+            out.append(r"\n")
+        elif piece == "\r":
+            out.append(r"\r")
+        elif in_class and piece in ("[", "[^"):
+            out.append("\\[" + piece[1:].replace("^", "\\^"))  # Python and JavaScript have no nested classes
+        else:
+            if piece in ("[", "[^"):
+                in_class, negated = True, piece == "[^"
+            elif piece == "]" and in_class and out[-1] not in ("[", "[^"):
+                in_class = negated = False
+            out.append("\\]" if piece == "]" and in_class else piece)
+    return "/" + "".join(out) + "/"
+
+
+def rename_start(lark: str, name: str) -> str:
+    """The same Lark grammar with its ``start`` rule called ``name``."""
+    return _LARK_PIECE.sub(lambda found: name if found.group() == "start" else found.group(), lark)
+
+
+class LarkWriter:
+    """Collects rules under fresh names. ``special_tokens``: name -> id of the tokenizer's special tokens.
+
+    Text that contains a special token's name means that token: its bytes alone would never be
+    what the model writes, nor what it reads.
+    """
+
+    def __init__(self, special_tokens: Mapping[str, int]) -> None:
+        self._special = special_tokens
+        self._rules: list[str] = []
+        names = sorted(special_tokens, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+
+    def rule(self, body: str, *, lazy: bool = False) -> str:
+        """Add a rule; its name."""
+        name = f"q_{len(self._rules)}"
+        self._rules.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
+        return name
+
+    def text(self, text: str) -> str:
+        """An expression for exactly this text; empty for the empty text."""
+        return " ".join(
+            f"<[{self._special[piece]}]>" if piece in self._special else literal(piece) for piece in self.pieces(text)
+        )
+
+    def pieces(self, text: str) -> list[str]:
+        """``text`` cut at its special tokens; none is empty."""
+        return [piece for piece in (self._split.split(text) if self._split else [text]) if piece]
+
+    def is_special(self, piece: str) -> bool:
+        """Whether a piece is a special token's name."""
+        return piece in self._special
+
+    def until(self, end: str) -> str:
+        """Any text up to and including the first occurrence of ``end``; no special tokens inside."""
+        first, *rest = self.pieces(end)
+        tail = self.text("".join(rest))
+        head = self.rule(f"{ANY_TEXT} {self.text(first)}", lazy=not self.is_special(first))
+        return f"{head} {tail}".strip()
+
+    def free_text(self, except_for: str = "") -> str:
+        """Any text that any special token may interrupt, but for the one named ``except_for``."""
+        ids = sorted(number for name, number in self._special.items() if name != except_for)
+        if not ids:
+            return ""
+        return self.rule(f"({ANY_TEXT} <[{','.join(map(str, ids))}]>)*")
+
+    def schema(self, schema: Json) -> str:
+        """A value of a JSON schema."""
+        return self.rule("%json " + json.dumps(prepare_schema(schema)))
+
+    def grammar(self, text: str) -> str:
+        """The language of an EBNF or Lark grammar."""
+        name = f"q_{len(self._rules)}"
+        if is_lark(text):
+            self._rules.append(rename_start(text, name))
+        else:
+            self._rules.append(ebnf_to_lark(text, start=name, prefix=f"{name}_"))
+        return name
+
+    def finish(self, start: str) -> str:
+        """The whole grammar, beginning with ``start: ...``."""
+        return "\n".join(["start: " + start, *self._rules]) + "\n"
