@@ -1,0 +1,165 @@
+"""Paged attention of decode rows on CPU, in Numba: one pass over the pages, no gather.
+
+Each (sequence, KV head) is one work item that walks its sequence's pages with a running softmax
+(Milakov and Gimelshein, 2018; the arrangement of FlashAttention). Items share nothing, so a row's
+result does not depend on its neighbours. ``decode_gather`` in ``paged.py`` is the reference.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worker_proc.attention.paged import decode_gather
+from worker_proc.attention.plan import StepPlan
+from worker_proc.attention.spec import AttentionArgs, LayerSpec
+
+# All of fastmath but "nnan" and "ninf": a running maximum begins at -inf, and a row that became NaN must
+# stay NaN to be reported.
+_FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
+
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
+
+
+def decode_numba(
+    query: Tensor, keys: Tensor, values: Tensor, plan: StepPlan, spec: LayerSpec, args: AttentionArgs
+) -> Tensor:
+    """A ``DecodeKernel`` for float32 and bfloat16 pools; other dtypes take the plain way."""
+    if keys.dtype not in (torch.float32, torch.bfloat16):
+        return decode_gather(query, keys, values, plan, spec, args)
+    num_rows, num_heads = query.shape[0], query.shape[1]
+    out = np.empty((num_rows, num_heads, spec.value_dim), np.float32)
+    queries = query.float().contiguous().numpy()
+    lows = np.array([spec.lower_bound(n - 1) for n in plan.decode_lens.tolist()], np.int32)
+    sinks = _NO_SINKS if args.sinks is None else args.sinks.detach().float().numpy()
+    kernel = _attend_f32 if keys.dtype == torch.float32 else _attend_bf16
+    kernel(
+        queries, raw_view(keys), raw_view(values), plan.decode_table, lows, plan.decode_lens, plan.page_size,
+        np.float32(args.scaling), np.float32(args.softcap), sinks, out,
+    )  # fmt: skip
+    return torch.from_numpy(out).to(query.dtype)
+
+
+def raw_view(pool: Tensor) -> NDArray[np.generic]:
+    """The pool as NumPy sees it; bfloat16 as its uint16 bits."""
+    if pool.dtype == torch.bfloat16:
+        return pool.view(torch.int16).numpy().view(np.uint16)
+    return pool.numpy()
+
+
+_NO_SINKS = np.empty(0, np.float32)
+
+
+@numba.njit(fastmath=_FAST, cache=True, nogil=True)
+def _exp_in_place(x, bits):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """x[i] = exp(x[i]) for x <= 0, in a form LLVM turns into vector code. bits: int32 scratch, as long.
+
+    2**n * p(r) with r in [-ln2/2, ln2/2] and Cephes' degree-5 polynomial; exp(0) is exactly 1.
+    """
+    scale = bits.view(np.float32)
+    for i in range(x.size):
+        v = max(x[i], np.float32(-87.0))
+        n = np.floor(v * np.float32(1.44269504) + np.float32(0.5))
+        r = v - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+        p = np.float32(1.9875691500e-4)
+        p = p * r + np.float32(1.3981999507e-3)
+        p = p * r + np.float32(8.3334519073e-3)
+        p = p * r + np.float32(4.1665795894e-2)
+        p = p * r + np.float32(1.6666665459e-1)
+        p = p * r + np.float32(5.0000001201e-1)
+        x[i] = p * r * r + r + np.float32(1.0)
+        bits[i] = (np.int32(n) + np.int32(127)) << np.int32(23)
+    for i in range(x.size):
+        x[i] *= scale[i]
+
+
+@numba.njit(cache=True, nogil=True)
+def _load_f32(source, target, _bits):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Copy [n, dim] float32."""
+    for t in range(source.shape[0]):
+        for d in range(source.shape[1]):
+            target[t, d] = source[t, d]
+
+
+@numba.njit(cache=True, nogil=True)
+def _load_bf16(source, _target, bits):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Widen [n, dim] bfloat16 bits to the float32 array whose bits ``bits`` is."""
+    for t in range(source.shape[0]):
+        for d in range(source.shape[1]):
+            bits[t, d] = np.uint32(source[t, d]) << np.uint32(16)
+
+
+def _make_kernel(load):  # type: ignore[no-untyped-def]
+    """Build the kernel for one way of loading pool entries (the only thing the dtypes differ in)."""
+
+    @numba.njit(parallel=True, fastmath=_FAST, cache=True, nogil=True)
+    def attend(query, keys, values, table, lows, lens, page_size, scaling, softcap, sinks, out):  # type: ignore[no-untyped-def]  # pragma: no cover
+        num_kv_heads = keys.shape[1]
+        groups = query.shape[1] // num_kv_heads
+        dim, value_dim = keys.shape[2], values.shape[2]
+        for item in numba.prange(query.shape[0] * num_kv_heads):
+            s, kv_head = item // num_kv_heads, item % num_kv_heads
+            tile_bits = np.empty((page_size, max(dim, value_dim)), np.uint32)
+            tile = tile_bits.view(np.float32)
+            scores = np.empty(page_size, np.float32)
+            exp_bits = np.empty(page_size, np.int32)
+            weights = np.empty((groups, page_size), np.float32)
+            rescale = np.empty(groups, np.float32)
+            high = np.full(groups, -np.inf, np.float32)
+            total = np.zeros(groups, np.float32)
+            acc = np.zeros((groups, value_dim), np.float32)
+            position = lows[s]
+            while position < lens[s]:
+                first = position % page_size
+                count = min(page_size - first, lens[s] - position)
+                cell = np.int64(table[s, position // page_size]) * page_size + first
+                load(keys[cell : cell + count, kv_head], tile, tile_bits)
+                for g in range(groups):
+                    peak = high[g]
+                    for t in range(count):
+                        dot = np.float32(0)
+                        for d in range(dim):
+                            dot += query[s, kv_head * groups + g, d] * tile[t, d]
+                        dot *= scaling
+                        if softcap > 0:
+                            dot = softcap * np.tanh(dot / softcap)
+                        scores[t] = dot
+                        peak = max(peak, dot)
+                    rescale[g] = 1.0
+                    if peak > high[g]:
+                        rescale[g] = np.exp(high[g] - peak) if total[g] > 0 else np.float32(0)
+                        high[g] = peak
+                    for t in range(count):
+                        scores[t] -= peak
+                    _exp_in_place(scores[:count], exp_bits)
+                    part = np.float32(0)
+                    for t in range(count):
+                        weights[g, t] = scores[t]
+                        part += scores[t]
+                    total[g] = total[g] * rescale[g] + part
+                load(values[cell : cell + count, kv_head], tile, tile_bits)
+                for g in range(groups):
+                    for d in range(value_dim):
+                        acc[g, d] *= rescale[g]
+                    for t in range(count):
+                        w = weights[g, t]
+                        for d in range(value_dim):
+                            acc[g, d] += w * tile[t, d]
+                position += count
+            for g in range(groups):
+                head = kv_head * groups + g
+                denominator = total[g]
+                if sinks.size:
+                    denominator += np.exp(sinks[head] - high[g])
+                for d in range(value_dim):
+                    out[s, head, d] = acc[g, d] / denominator
+
+    return attend
+
+
+_attend_f32 = _make_kernel(_load_f32)
+_attend_bf16 = _make_kernel(_load_bf16)
