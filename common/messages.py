@@ -240,7 +240,13 @@ class TokenizerReady(Message, frozen=True, kw_only=True):
     default_sampling: dict[str, float] = {}
     """temperature, top_p, top_k, min_p, repetition_penalty from generation_config.json."""
     tool_parser: str = ""
+    """``--tool-call-parser`` where it names one; empty: the gateway finds it from ``chat_template``."""
     reasoning_parser: str = ""
+    """``--reasoning-parser``; empty: none."""
+    chat_template: str = ""
+    """The template's text (the one for tools, where there are several)."""
+    reasoning_opens: bool = False
+    """The generation prompt ends with an open ``<think>``: outputs begin inside the reasoning."""
 
 
 # --------------------------------------------------------------------------- tokenizer -> scheduler
