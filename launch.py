@@ -1,0 +1,85 @@
+"""Start the server: ``python launch.py --model X`` (see ``--help``).
+
+Reads flags, makes sure of the port and the model, makes the run directory, and hands over to the
+supervisor, which starts and watches the processes.
+
+Exit codes: 0 after SIGTERM or SIGINT, 1 when a process failed for good, 2 for a wrong flag, file
+or model. The reason is on the last line.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from common import config as config_file
+from common import flags
+from common.config import ServerConfig
+from common.errors import ConfigError
+from common.process import EXIT_CONFIG, setup_logging
+from launcher.children import fleet_of, package_command
+from launcher.ports import claim_port
+from launcher.run_dir import RunDir
+from launcher.supervisor import Supervisor
+from worker_proc.prepare import resolve
+
+ROOT = Path(__file__).resolve().parent
+
+log = logging.getLogger("launch")
+
+
+def prepare(config: ServerConfig) -> ServerConfig:
+    """Port and model made sure of: the port is a number, ``model_dir`` a folder, the served name set.
+
+    Raises ``ConfigError``.
+    """
+    port = claim_port(config.http.host, config.http.port)
+    model = resolve.resolve(config.model)
+    names = config.model.served_model_name or [model.name]
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        http=replace(config.http, port=port),
+        model=replace(config.model, served_model_name=names, tokenizer=model.tokenizer),
+        model_dir=str(model.folder),
+    )
+
+
+def serve(config: ServerConfig, began: float) -> int:
+    """Run the fleet in a fresh run directory; returns the exit code."""
+    run_dir = RunDir()
+    try:
+        path = run_dir.path / "config.json"
+        path.touch(mode=0o600)  # API keys are in it
+        path.write_bytes(config_file.save(config))
+        fleet = fleet_of(config)
+        supervisor = Supervisor(config, run_dir.path, fleet, package_command(run_dir.path), ROOT, began)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, supervisor.request_stop)
+        return supervisor.run()
+    finally:
+        run_dir.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command ``launch.py``; returns the exit code."""
+    began = time.monotonic()
+    config = flags.parse(argv)
+    setup_logging(config, "launch")
+    try:
+        return serve(prepare(config), began)
+    except ConfigError as error:
+        log.error("%s", error)
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        log.error("interrupted before the start")
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main())
