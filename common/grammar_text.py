@@ -52,8 +52,9 @@ def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int] | None = N
     if not grammar.lazy_trigger:
         return writer.finish(body)
     trigger = grammar.lazy_trigger
-    first = writer.pieces(trigger)[0]
-    free = writer.free_text(except_for=first if writer.is_special(first) else "")
+    if len(writer.pieces(trigger)) > 1:
+        raise RequestError(f"the trigger {trigger!r} must be one special token or contain none", code="invalid_grammar")
+    free = writer.free_text(except_for=trigger)
     return writer.finish(f"{free} {writer.until(trigger)} {body} | {free} {ANY_TEXT}")
 
 
