@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import zmq
 
-from common.channels import Receiver, Sender
+from common.channels import Receiver, inbox_address
 from common.config import ServerConfig
 from common.errors import RequestError
 from common.messages import ChatPrompt, TokenizerReady, ToTokenizer
@@ -34,7 +34,11 @@ def main(context: ProcessContext) -> None:
     """Run until asked to stop. Raises ``ConfigError`` when the model's files cannot be used."""
     preparer, ready = load(context.config, context.generation)
     inbox: Receiver[ToTokenizer] = context.channels.receiver(context.name)
-    outbox = Outbox(context.channels.sender("scheduler"), lambda name, at: _gateway_sender(context, name, at))
+    outbox = Outbox(
+        context.channels.sender("scheduler"),
+        lambda gateway, address: context.channels.sender(_inbox(gateway), address),
+        lambda gateway: inbox_address(context.run_dir, _inbox(gateway)),
+    )
     for index in range(context.config.http.gateways):
         outbox.open_gateway(f"gateway-{index}")
     wake = _Wakeup()
@@ -77,9 +81,8 @@ def _opens_reasoning(template: ChatTemplate, encoder: TextEncoder) -> bool:
     return rendered.rstrip().endswith(("<think>", "<|START_THINKING|>"))
 
 
-def _gateway_sender(context: ProcessContext, gateway: str, address: str) -> Sender:
-    inbox = gateway if gateway.startswith("gateway-") else f"gateway-{gateway}"
-    return context.channels.sender(inbox, address or None)
+def _inbox(gateway: str) -> str:
+    return gateway if gateway.startswith("gateway-") else f"gateway-{gateway}"
 
 
 def _loop(

@@ -28,13 +28,20 @@ class SendsMessages(Protocol):
 class Outbox:
     """Messages to the scheduler and to the gateways.
 
-    ``connect(gateway, address)`` opens a channel; the address is empty for a gateway of this run
-    directory. While ``blocked`` is true the owner must not take in new requests.
+    ``connect(gateway, address)`` opens a channel, ``local_address`` says where a gateway listens that was
+    not announced. While ``blocked`` is true the owner must not take in new requests.
     """
 
-    def __init__(self, scheduler: SendsMessages, connect: Callable[[str, str], SendsMessages]) -> None:
+    def __init__(
+        self,
+        scheduler: SendsMessages,
+        connect: Callable[[str, str], SendsMessages],
+        local_address: Callable[[str], str],
+    ) -> None:
         self._scheduler = scheduler
         self._connect = connect
+        self._local_address = local_address
+        self._addresses: dict[str, str] = {}
         self._to_scheduler: deque[Message] = deque()
         self._gateways: dict[str, SendsMessages] = {}
         self._to_gateways: dict[str, deque[Message]] = {}
@@ -61,8 +68,13 @@ class Outbox:
 
     def open_gateway(self, gateway: str, address: str = "") -> None:
         """Open the channel to a gateway, or move it to another address."""
-        if (old := self._gateways.pop(gateway, None)) is not None:
+        address = address or self._local_address(gateway)
+        old = self._gateways.get(gateway)
+        if old is not None and self._addresses[gateway] == address:
+            return
+        if old is not None:
             old.close()
+        self._addresses[gateway] = address
         self._gateways[gateway] = self._connect(gateway, address)
 
     def close_gateway(self, gateway: str) -> None:
