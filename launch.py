@@ -13,6 +13,7 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,7 @@ from common import flags
 from common.config import ServerConfig
 from common.errors import ConfigError
 from common.process import EXIT_CONFIG, setup_logging
-from launcher.children import fleet_of, package_command
+from launcher.children import Command, fleet_of, package_command
 from launcher.ports import claim_port
 from launcher.run_dir import RunDir
 from launcher.supervisor import Supervisor
@@ -50,7 +51,7 @@ def prepare(config: ServerConfig) -> ServerConfig:
     )
 
 
-def serve(config: ServerConfig, began: float) -> int:
+def serve(config: ServerConfig, began: float, command_for: Callable[[Path], Command]) -> int:
     """Run the fleet in a fresh run directory; returns the exit code."""
     run_dir = RunDir()
     try:
@@ -58,21 +59,22 @@ def serve(config: ServerConfig, began: float) -> int:
         path.touch(mode=0o600)  # API keys are in it
         path.write_bytes(config_file.save(config))
         fleet = fleet_of(config)
-        supervisor = Supervisor(config, run_dir.path, fleet, package_command(run_dir.path), ROOT, began)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, supervisor.request_stop)
+        supervisor = Supervisor(config, run_dir.path, fleet, command_for(run_dir.path), ROOT, began)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup must keep its meaning
+                signal.signal(number, supervisor.request_stop)
         return supervisor.run()
     finally:
         run_dir.close()
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command ``launch.py``; returns the exit code."""
+def main(argv: list[str] | None = None, command_for: Callable[[Path], Command] = package_command) -> int:
+    """The command ``launch.py``; returns the exit code. ``command_for``: run dir -> how a process is started."""
     began = time.monotonic()
     config = flags.parse(argv)
     setup_logging(config, "launch")
     try:
-        return serve(prepare(config), began)
+        return serve(prepare(config), began, command_for)
     except ConfigError as error:
         log.error("%s", error)
         return EXIT_CONFIG

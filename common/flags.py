@@ -144,7 +144,8 @@ def read_file(path: Path) -> dict[str, Any]:
     Raises ``ConfigError`` for a file that cannot be read, an unknown name or a wrong value.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content, keys = yaml.safe_load(text), _keys(yaml.compose(text, yaml.SafeLoader))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path}: cannot be read: {' '.join(str(error).split())}") from None
     if content is None:
@@ -153,15 +154,24 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: must be a list of `name: value` lines, not a {type(content).__name__}")
     values: dict[str, Any] = {}
     for key, value in content.items():
-        name = str(key).replace("-", "_")
-        name = ALIASES.get(name, name)
-        if name in values:
-            raise ConfigError(f"--config {path}: {name} is set twice")
-        values[name] = value
+        values[_name_of(str(key))] = value
+    if len(values) < len(keys):
+        twice = sorted({name for name in keys if keys.count(name) > 1})
+        raise ConfigError(f"--config {path}: {', '.join(twice)} is set twice")
     try:
         return _checked(values)
     except ConfigError as error:
         raise ConfigError(f"--config {path}: {error}") from None
+
+
+def _name_of(key: str) -> str:
+    name = key.replace("-", "_")
+    return ALIASES.get(name, name)
+
+
+def _keys(node: Any) -> list[str]:
+    """The names as written: YAML's own reader lets the last of two equal ones win in silence."""
+    return [_name_of(str(key.value)) for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
 
 
 def _checked(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -132,6 +132,8 @@ class Child:
         self.detail = ""
         self.info: dict[str, Any] = {}
         self.cpu_at_beat = 0.0
+        self.felled = False
+        """Killed because another rank of the same worker died."""
 
     @property
     def running(self) -> bool:

@@ -67,13 +67,13 @@ def why_hung(
         if child.progress < 0:
             return ""
     silent = now - child.last_beat
-    if silent > hang_timeout_s:
-        return f"no heartbeat for {silent:.1f} s (--hang-timeout-s {hang_timeout_s:g})"
     if child.ready and silent > min(SILENCE_S, hang_timeout_s):
         if cpu.state == "T":
             return f"stopped and silent for {silent:.1f} s"
         if cpu.state == "S" and cpu.cpu_s - child.cpu_at_beat < IDLE_CPU_SHARE * silent:
             return f"no heartbeat for {silent:.1f} s and no CPU used"
+    if silent > hang_timeout_s:
+        return f"no heartbeat for {silent:.1f} s (--hang-timeout-s {hang_timeout_s:g})"
     stuck = now - child.progress_at
     if child.busy and others_ready and stuck > hang_timeout_s:
         return f"busy without progress for {stuck:.1f} s (--hang-timeout-s {hang_timeout_s:g})"

@@ -138,6 +138,7 @@ class Supervisor:
         if code == EXIT_CONFIG:
             self._fail(EXIT_CONFIG, f"{child.name}: {self._reason(child, 'refused its configuration')}")
             return
+        self._fell_ranks_with(child)
         delay = child.history.died(now, was_ready=was_ready)
         if delay is None:
             times = child.history.num_recent
@@ -149,6 +150,14 @@ class Supervisor:
             return
         log.warning("%s ended (%s); starting it again %s", child.name, how, f"in {delay:g} s" if delay else "now")
         child.start_at = now + delay
+
+    def _fell_ranks_with(self, dead: Child) -> None:
+        """The ranks of a tensor-parallel worker live and die together: a group cannot be joined again."""
+        if dead.spec.role == "worker" and not dead.felled:
+            for child in self._children:
+                if child.spec.role == "worker" and child is not dead and child.running:
+                    child.felled = True
+                    child.kill_group()
 
     def _reason(self, child: Child, default: str) -> str:
         try:
