@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import setproctitle
 
 from common import config as config_file
@@ -31,6 +32,7 @@ from common.channels import Channels, Sender
 from common.config import ServerConfig
 from common.errors import ConfigError
 from common.messages import Heartbeat
+from common.trace import TraceWriter
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,8 @@ class ProcessContext:
     run_dir: Path
     channels: Channels
     stopping: bool = False
+    trace: TraceWriter | None = None
+    """Where ``--trace`` records what this process does; None when it is off."""
     _heart: Sender | None = None
     _last_beat: float = 0.0
     _last_ready: bool = False
@@ -82,6 +86,8 @@ class ProcessContext:
 
         Call it on every turn of the loop. A change of ``ready`` is sent at once.
         """
+        if self.trace is not None:
+            self.trace.flush_when_due()
         now = time.monotonic()
         if now - self._last_beat < HEARTBEAT_S and ready == self._last_ready:
             return
@@ -126,6 +132,21 @@ def die_with_parent() -> None:
 def reason_file(run_dir: Path, name: str) -> Path:
     """Where a process that ends with ``EXIT_CONFIG`` leaves its words for the supervisor's last line."""
     return run_dir / f"{name}.reason"
+
+
+def open_trace(context: ProcessContext) -> TraceWriter | None:
+    """The process's trace, in a folder per run of the server; None without ``--trace``."""
+    config = context.config
+    if not config.runtime.trace:
+        return None
+    http = msgspec.structs.replace(config.http, api_key=[], admin_api_key=[])
+    return TraceWriter(
+        Path(config.runtime.trace) / context.run_dir.name,
+        context.role,
+        context.index,
+        context.generation,
+        config=config_file.save(msgspec.structs.replace(config, http=http)),
+    )
 
 
 class _JsonFormatter(logging.Formatter):
@@ -176,6 +197,7 @@ def run(role: str, main: Callable[[ProcessContext], None], argv: list[str] | Non
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks for stacks before it kills
     config = config_file.load((args.run_dir / "config.json").read_bytes())
     context = ProcessContext(role, args.index, args.generation, config, args.run_dir, Channels(args.run_dir))
+    context.trace = open_trace(context)
     setup_logging(config, context.name)
     setproctitle.setproctitle(f"quintet {context.name}")
     signal.signal(signal.SIGTERM, context.request_stop)
@@ -191,5 +213,7 @@ def run(role: str, main: Callable[[ProcessContext], None], argv: list[str] | Non
         log.exception("%s ended by an unexpected error", context.name)
         return EXIT_FAILED
     finally:
+        if context.trace is not None:
+            context.trace.close()
         context.channels.close()
     return EXIT_OK

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -112,8 +113,7 @@ class WorkerStep(TraceRecord, frozen=True, tag="worker"):
     started: float
     ended: float
     num_rows: int
-    num_tokens: int
-    """Tokens computed, prefill and decode together."""
+    num_prefill_tokens: int
 
 
 class Arrived(TraceRecord, frozen=True, tag="arrived"):
@@ -169,7 +169,7 @@ AnyRecord = (
 
 
 class TraceWriter:
-    """Appends a process's records to its segments. Not thread-safe; never raises for the disk's sake.
+    """Appends a process's records to its segments. Thread-safe; never raises for the disk's sake.
 
     ``opening`` gives the records that begin each segment after ``SegmentStart`` (the scheduler's
     snapshot). They count towards the segment's size, and a segment is at least four times as long
@@ -201,23 +201,32 @@ class TraceWriter:
         self._room = 0
         self._flush_at = 0.0
         self._off = False
+        self._lock = threading.Lock()
+        """A worker's heartbeat thread flushes while its main thread is in a long step."""
 
     def write(self, record: TraceRecord) -> None:
         """Append one record. What ``opening`` tells must not yet contain what the record says."""
-        if self._off:
-            return
-        if self._room <= 0:
-            self._begin_segment()
-        self._append(record)
-        if len(self._buffer) >= FLUSH_BYTES:
-            self.flush()
+        with self._lock:
+            if self._off:
+                return
+            if self._room <= 0:
+                self._begin_segment()
+            self._append(record)
+            if len(self._buffer) >= FLUSH_BYTES:
+                self._flush()
 
     def flush_when_due(self) -> None:
         """Write the buffer out if ``FLUSH_S`` passed since the last time. Call it on every turn of the loop."""
         if self._buffer and time.monotonic() >= self._flush_at:
-            self.flush()
+            with self._lock:
+                self._flush()
 
-    def flush(self) -> None:
+    def close(self) -> None:
+        """Write the rest out."""
+        with self._lock:
+            self._close()
+
+    def _flush(self) -> None:
         """Hand what is buffered to the kernel (it survives the process, not the machine)."""
         self._flush_at = time.monotonic() + FLUSH_S
         if self._file is None:
@@ -233,9 +242,8 @@ class TraceWriter:
             view.release()
             self._buffer = bytearray()
 
-    def close(self) -> None:
-        """Write the rest out."""
-        self.flush()
+    def _close(self) -> None:
+        self._flush()
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -248,7 +256,7 @@ class TraceWriter:
         return len(data)
 
     def _begin_segment(self) -> None:
-        self.close()
+        self._close()
         role, index, generation = self._identity
         self._number += 1
         try:
