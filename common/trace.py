@@ -12,7 +12,8 @@ deleted beyond ``total_bytes``. (Deterministic replay from a checkpoint and an i
 idea; for schedulers it is this simple because the step is a pure function.)
 
 Records are buffered and written at most twice a second, so a process killed with ``kill -9`` loses
-about half a second of its trace, and may leave a record cut in two: the reader ends there.
+about half a second of its trace, and may leave a record cut in two: the reader
+(``tools/replay/reader.py``) ends there.
 A disk that is full switches the trace off, never the server.
 """
 
@@ -23,15 +24,13 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
-import msgpack
 import msgspec
 
-from common.errors import QuintetError
-from common.messages import ForwardBatch, ToScheduler
+from common.messages import ForwardBatch, Message, TextBatch, Tokenized, ToScheduler
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +41,7 @@ TOTAL_BYTES = 256 << 20
 FLUSH_S = 0.5
 FLUSH_BYTES = 256 << 10
 
-_NAME = re.compile(r"(?P<role>[a-z]+)-(?P<index>\d+)\.(?P<generation>\d+)\.(?P<segment>\d+)\.trace")
-
-
-class TraceError(QuintetError):
-    """A trace cannot be read; the message names the file and the way out."""
+NAME = re.compile(r"(?P<role>[a-z]+)-(?P<index>\d+)\.(?P<generation>\d+)\.(?P<segment>\d+)\.trace")
 
 
 # --------------------------------------------------------------------------- records
@@ -127,13 +122,13 @@ class Arrived(TraceRecord, frozen=True, tag="arrived"):
 
 
 class TokenizedAt(TraceRecord, frozen=True, tag="tokenized"):
-    """The tokenizer handed a request on (or refused it: num_tokens 0)."""
+    """The tokenizer handed a request to the scheduler."""
 
     time: float
     rid: str
     attempt: int
     num_tokens: int
-    took_s: float
+    """Of the prompt."""
 
 
 class TextOut(TraceRecord, frozen=True, tag="text"):
@@ -290,81 +285,58 @@ class TraceWriter:
 
 
 def _order(name: str) -> tuple[int, int]:
-    match = _NAME.fullmatch(name)
+    match = NAME.fullmatch(name)
     return (int(match["generation"]), int(match["segment"])) if match else (-1, -1)
 
 
-# --------------------------------------------------------------------------- reading
+class SendsMessages(Protocol):
+    """The part of ``common.channels.Sender`` that is watched."""
+
+    def send(self, message: Message) -> bool:
+        """False, with nothing queued, when the channel is full."""
+        ...
+
+    def close(self) -> None:
+        """Close the channel."""
+        ...
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """One segment file, read."""
+class TracedSender:
+    """A channel that records what ``describe`` says of each message it took."""
 
-    path: Path
-    start: SegmentStart
-    records: list[AnyRecord]
-    """Those after ``start``."""
-    truncated: bool
-    """The file ends inside a record: its process was killed."""
+    def __init__(
+        self, sender: SendsMessages, trace: TraceWriter, describe: Callable[[Message], TraceRecord | None]
+    ) -> None:
+        self._sender, self._trace, self._describe = sender, trace, describe
 
+    def send(self, message: Message) -> bool:
+        """As the channel does."""
+        sent = self._sender.send(message)
+        if sent and (record := self._describe(message)) is not None:
+            self._trace.write(record)
+        return sent
 
-def iterate(data: bytes) -> Iterator[AnyRecord | None]:
-    """Decode records one after the other; ends with None when the data ends inside one.
-
-    Raises ``msgspec.ValidationError`` (or msgpack's errors) for bytes that are no trace.
-    """
-    unpacker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=max(1, len(data)))
-    unpacker.feed(data)
-    decoder: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)
-    view = memoryview(data)
-    at = 0
-    while at < len(data):
-        try:
-            unpacker.skip()
-        except msgpack.OutOfData:
-            yield None
-            return
-        end = unpacker.tell()
-        yield decoder.decode(view[at:end])
-        at = end
+    def close(self) -> None:
+        """As the channel does."""
+        self._sender.close()
 
 
-def read_segment(path: Path) -> Segment | None:
-    """Read one segment; None when its process died before the first record was out.
+def traced(
+    sender: SendsMessages, trace: TraceWriter | None, describe: Callable[[Message], TraceRecord | None]
+) -> SendsMessages:
+    """``sender`` itself when there is no trace."""
+    return sender if trace is None else TracedSender(sender, trace, describe)
 
-    Raises ``TraceError`` for a file that is no trace or one of another version.
-    """
-    records: list[AnyRecord] = []
-    truncated = False
-    try:
-        for record in iterate(path.read_bytes()):
-            if record is None:
-                truncated = True
-            else:
-                records.append(record)
-    except (msgspec.DecodeError, msgpack.UnpackException, ValueError) as error:
-        raise TraceError(f"{path}: record {len(records)} is not of trace version {VERSION}: {error}") from None
-    if not records:
+
+def describe_tokenized(message: Message) -> TraceRecord | None:
+    """tokenizer -> scheduler."""
+    if not isinstance(message, Tokenized):
         return None
-    start = records[0]
-    if not isinstance(start, SegmentStart) or start.version != VERSION:
-        raise TraceError(f"{path}: not a trace of version {VERSION}; read it with the release that wrote it")
-    return Segment(path, start, records[1:], truncated)
+    return TokenizedAt(time.time(), message.rid, message.attempt, len(message.input_ids) // 4)
 
 
-def read_run(folder: Path) -> list[Segment]:
-    """Every segment of one run, ordered by process, generation and number.
-
-    ``folder`` is a run's folder, or the ``--trace`` folder above: then the run that began last.
-    Raises ``TraceError`` when there is none.
-    """
-    paths = [p for p in folder.glob("*.trace") if _NAME.fullmatch(p.name)]
-    if not paths:
-        runs = sorted((p for p in folder.glob("*/*.trace") if _NAME.fullmatch(p.name)), key=lambda p: p.stat().st_mtime)
-        if not runs:
-            raise TraceError(f"{folder}: holds no trace (start the server with --trace {folder})")
-        paths = list(runs[-1].parent.glob("*.trace"))
-    segments = [segment for path in paths if (segment := read_segment(path)) is not None]
-    segments.sort(key=lambda s: (s.start.role, s.start.index, s.start.generation, s.start.segment))
-    return segments
+def describe_text(message: Message) -> TraceRecord | None:
+    """detokenizer -> gateway."""
+    if not isinstance(message, TextBatch):
+        return None
+    return TextOut(time.time(), [(r.rid, r.index, len(r.ids) // 4, len(r.text)) for r in message.rows])

@@ -12,6 +12,7 @@ from common.config import ServerConfig
 from common.errors import ConfigError
 from common.messages import ToDetokenizer
 from common.process import ProcessContext
+from common.trace import describe_text, traced
 from detokenizer_proc.decoding import Vocabulary
 from detokenizer_proc.outbox import Outbox
 from detokenizer_proc.server import Detokenizer
@@ -42,7 +43,9 @@ def main(context: ProcessContext) -> None:
     vocabulary = Vocabulary(load_tokenizer(context.config))
     inbox: Receiver[ToDetokenizer] = context.channels.receiver("detokenizer")
     outbox = Outbox(
-        lambda gateway, address: context.channels.sender(_inbox(gateway), address),
+        lambda gateway, address: traced(
+            context.channels.sender(_inbox(gateway), address), context.trace, describe_text
+        ),
         lambda gateway: inbox_address(context.run_dir, _inbox(gateway)),
         context.generation,
     )

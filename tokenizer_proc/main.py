@@ -13,6 +13,7 @@ from common.config import ServerConfig
 from common.errors import RequestError
 from common.messages import ChatPrompt, TokenizerReady, ToTokenizer
 from common.process import ProcessContext
+from common.trace import describe_tokenized, traced
 from tokenizer_proc.chat_template import ChatTemplate
 from tokenizer_proc.encoder import TextEncoder
 from tokenizer_proc.model_info import load_model_info, tokenizer_folder
@@ -35,7 +36,7 @@ def main(context: ProcessContext) -> None:
     preparer, ready = load(context.config, context.generation)
     inbox: Receiver[ToTokenizer] = context.channels.receiver(context.name)
     outbox = Outbox(
-        context.channels.sender("scheduler"),
+        traced(context.channels.sender("scheduler"), context.trace, describe_tokenized),
         lambda gateway, address: context.channels.sender(_inbox(gateway), address),
         lambda gateway: inbox_address(context.run_dir, _inbox(gateway)),
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from common import trace
 from common.messages import Abort, ForwardBatch, SamplingParams, TextParams, Tokenized, pack_i32
-from common.trace import Arrived, SchedulerState, SchedulerStep, TraceError, TraceWriter, read_run, read_segment
+from common.trace import Arrived, SchedulerState, SchedulerStep, TraceWriter
+from tools.replay.reader import TraceError, iterate, read_run, read_segment
 
 
 def writer(folder: Path, **limits: int) -> TraceWriter:
@@ -53,9 +55,9 @@ def test_every_cut_of_the_file_gives_the_whole_records_before_it(tmp_path: Path)
     path = next(tmp_path.glob("*.trace"))
     data = path.read_bytes()
     ends = [0]
-    for record in trace.iterate(data):
+    for record in iterate(data):
         assert record is not None
-        ends.append(ends[-1] + len(trace.msgspec.msgpack.encode(record)))
+        ends.append(ends[-1] + len(msgspec.msgpack.encode(record)))
     for cut in range(1, len(data)):
         path.write_bytes(data[:cut])
         whole = sum(end <= cut for end in ends[1:])
@@ -126,8 +128,6 @@ def test_an_unwritable_folder_switches_the_trace_off(tmp_path: Path, caplog: pyt
 
 
 def test_the_newest_run_of_a_trace_folder_is_read(tmp_path: Path) -> None:
-    import os
-
     for age, run in ((100, "old"), (0, "new")):
         out = writer(tmp_path / run)
         out.write(Arrived(1.0, run, 0, "text"))

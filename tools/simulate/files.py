@@ -17,7 +17,8 @@ import numpy as np
 
 from common.errors import ConfigError
 from common.messages import Tokenized, WorkerReady
-from common.trace import AnyRecord, SchedulerStep, read_run
+from common.trace import AnyRecord, SchedulerStep
+from tools.replay.reader import read_run
 from tools.replay.rows import SlotReader, StepDone
 from tools.simulate.cost import CostModel, fit
 from tools.simulate.worker import StepLoad
