@@ -1,0 +1,78 @@
+"""Whole against streamed: any ids, any rows, any stop strings, full channels in between."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.messages import BeginOutput, Finish, TextParams, TokenBatch, TokenRow, pack_f32, pack_i32
+from detokenizer_proc.decoding import Vocabulary
+from detokenizer_proc.outbox import Outbox
+from detokenizer_proc.server import Detokenizer
+from tests.unit.text_fakes import Channels, FakeSender, read
+from tests.unit.text_tokenizers import load
+
+FAMILIES = ["byte_level", "llama", "unigram"]
+
+
+@cache
+def vocabulary(family: str) -> Vocabulary:
+    return Vocabulary(load(family))
+
+
+def expected(family: str, ids: list[int], stops: tuple[str, ...], include: bool) -> tuple[str, int, str]:
+    """(text, tokens used, stop string): by decoding every prefix of the ids as a whole."""
+    tokenizer = load(family)
+    for count in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:count])
+        hits = []
+        for stop in stops:
+            at = text.find(stop)
+            # What a broken character at the end shows for now is no text yet.
+            if at >= 0 and (count == len(ids) or "\ufffd" not in text[at : at + len(stop)]):
+                hits.append((at + len(stop), -len(stop), stop))
+        if hits:
+            end, _, stop = min(hits)
+            return text[: end if include else end - len(stop)], count, stop
+    return tokenizer.decode(ids), len(ids), ""
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(data=st.data(), family=st.sampled_from(FAMILIES), include=st.booleans(), logprobs=st.booleans())
+def test_streamed_equals_whole(data: st.DataObject, family: str, include: bool, logprobs: bool) -> None:
+    tokenizer = load(family)
+    text = data.draw(
+        st.lists(st.sampled_from(["fox", " the ", "🙂", "日本", "ü", "e\u0301", ".", " over"]), max_size=8)
+    )
+    ids = tokenizer.encode("".join(text), add_special_tokens=False).ids
+    ids = [i for n, i in enumerate(ids) if n % 7 != data.draw(st.integers(0, 40))]  # some characters are broken
+    stops = tuple(data.draw(st.lists(st.sampled_from(["x t", "🙂", "本🙂", "e.", "the over", "ü", "."]), max_size=3)))
+    channels, scheduler = Channels(), FakeSender()
+    detokenizer = Detokenizer(vocabulary(family), Outbox(channels.connect, channels.local, 0), scheduler)
+    params = TextParams(stop=stops, include_stop_str_in_output=include)
+    begin = BeginOutput("r", 0, "gateway-0", 3, 0, params, logprobs=0 if logprobs else None)
+    detokenizer.handle(TokenBatch(scheduler_generation=0, step=0, begins=[begin]))
+    at = 0
+    while True:
+        detokenizer.flush(0.0)
+        channels.opened["gateway-0"].room = data.draw(st.sampled_from([0, None]))
+        count = data.draw(st.integers(1, 4))
+        chunk = ids[at : at + count]
+        done = at + count >= len(ids)
+        values = pack_f32([-float(at + n) for n in range(len(chunk))]) if logprobs else b""
+        row = TokenRow("r", 0, at, pack_i32(chunk), values, finish=Finish("length") if done else None)
+        detokenizer.handle(TokenBatch(scheduler_generation=0, step=0, rows=[row]))
+        at += count
+        if done:
+            break
+    channels.opened["gateway-0"].room = None
+    detokenizer.flush(1.0)
+    reader = read(channels.opened["gateway-0"])
+    want, used, stop = expected(family, ids, stops, include)
+    finish = reader.rows[-1].finish
+    assert finish is not None
+    assert (reader.text, reader.ids, finish.matched or "") == (want, ids[:used], stop)
+    assert [entry.logprob for entry in reader.logprobs] == ([-float(n) for n in range(used)] if logprobs else [])
+    assert detokenizer.num_live == 0 and not detokenizer.waiting
