@@ -1,0 +1,199 @@
+"""The next batch: which rows run, and on which pages.
+
+Decoding rows first, each for the one token (or the forced tokens) the worker knows by then; then the
+prompt that was left half computed; then waiting requests in the policy's order, under the budget of
+prefill tokens and as far as pages and the admission estimate allow.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.messages import Finish, ForwardBatch
+from scheduler_proc.admission import Admission
+from scheduler_proc.admit import Admitter, Verdict
+from scheduler_proc.cost import DEFAULT_CHUNK, choose_chunk
+from scheduler_proc.draft import Draft
+from scheduler_proc.life import Life
+from scheduler_proc.policy import Policy
+from scheduler_proc.preempt import pages_coming, pages_given, victims
+from scheduler_proc.request import Req, Status
+from scheduler_proc.state import State
+
+I32 = NDArray[np.int32]
+
+
+class Batcher:
+    """Builds batches. Everything it allocates is in the batch it returns."""
+
+    def __init__(self, state: State, life: Life, admission: Admission, policy: Policy) -> None:
+        self.state = state
+        self.life = life
+        self.admission = admission
+        self.policy = policy
+        self.admitter = Admitter(state, life, admission)
+        self._stuck: Req | None = None
+        """The first of the queue when it did not fit."""
+        self.depth = 1 if state.config.scheduler.disable_overlap_schedule else 2
+
+    def next_batch(self, now: float) -> ForwardBatch | None:
+        """One batch, or None: no worker, enough in flight, or nothing can run."""
+        state = self.state
+        pool = state.pool
+        if pool is None or len(pool.in_flight) >= self.depth:
+            return None
+        draft = Draft(pool)
+        if state.suspects:
+            if pool.in_flight:
+                return None  # one suspect at a time, so that a crash names it
+            self._quarantine(draft, now)
+        else:
+            self._make_way()
+            self._decode(draft, np.flatnonzero(pool.table.decoding))
+            self._prefill(draft, now)
+        batch = draft.seal(state.epoch, state.step + 1)
+        if batch is not None:
+            state.step += 1
+        return batch
+
+    # ------------------------------------------------------------------ decoding rows
+
+    def _decode(self, draft: Draft, slots: NDArray[np.intp]) -> None:
+        """Add a row for each of these slots that may still generate and has, or gets, its page."""
+        pool, table = draft.pool, draft.pool.table
+        expected = table.known[slots] + table.sampling[slots]
+        open_ = expected < table.limit[slots]
+        slots, expected = slots[open_], expected[open_]
+        if not slots.size:
+            return
+        capacity = table.capacity[slots]
+        needy = expected > capacity
+        num_needy = int(np.count_nonzero(needy))
+        if num_needy and not pool.ensure(num_needy):
+            left_out = self._make_room(draft, slots[needy].tolist())
+            keep = table.decoding[slots] & ~np.isin(slots, left_out)
+            slots, expected, needy = slots[keep], expected[keep], needy[keep]
+            num_needy = int(np.count_nonzero(needy))
+        draft.decode_slots = slots.astype(np.int32)
+        draft.decode_num_pages = np.zeros(slots.size, dtype=np.int32)
+        wishing = np.flatnonzero(expected + table.headroom[slots] > table.capacity[slots])
+        if wishing.size:
+            self._add_pages(draft, wishing, expected, needy, num_needy)
+
+    def _add_pages(self, draft: Draft, wishing: NDArray[np.intp], expected: I32, needy: NDArray[np.bool_],
+                   num_needy: int) -> None:  # fmt: skip
+        """One page for each row that must have it; for grammar rows as much headroom as is free."""
+        pool, table = draft.pool, draft.pool.table
+        pages = pool.allocator.alloc(num_needy)
+        given = iter(() if pages is None else pages.tolist())
+        for row in wishing.tolist():
+            slot = int(draft.decode_slots[row])
+            req = table.reqs[slot]
+            assert req is not None  # a decoding slot is taken
+            new = [next(given)] if needy[row] else []
+            if table.headroom[slot]:
+                goal = min(int(expected[row]) + int(table.headroom[slot]), int(table.limit[slot]))
+                short = pool.pages_for(goal) - len(req.pages) - len(new)
+                spare = pool.allocator.alloc(short) if short > 0 and pool.ensure(short) else None
+                new += [] if spare is None else spare.tolist()
+            req.pages += new
+            draft.new_pages += new
+            draft.decode_num_pages[row] = len(new)
+            table.capacity[slot] += len(new) * pool.page_size
+
+    def _make_room(self, draft: Draft, needy: list[int]) -> list[int]:
+        """Preempt until the rows that need a page have one, now or once what is in flight returns.
+
+        Returns the slots that get none in this batch.
+        """
+        pool, table = draft.pool, draft.pool.table
+        order = victims(pool)
+        if len(order) == 1 and not pool.in_flight:
+            self._outgrew(order[0])
+            return needy
+        wanted = set(needy)
+        coming = pages_coming(pool)
+        for victim in order[:-1]:
+            if pool.ensure(len(wanted)) or pool.allocator.num_free + coming >= len(wanted):
+                break
+            wanted.discard(victim.slot)
+            if table.rows[victim.slot]:
+                coming += pages_given(pool, victim)
+            if not draft.preempted:
+                self.admission.preempted(pool)
+            draft.preempted = True
+            self.life.preempt(victim)
+        pool.ensure(len(wanted))
+        best_first = [req.slot for req in reversed(order) if req.slot in wanted]
+        return best_first[pool.allocator.num_free :]
+
+    def _outgrew(self, req: Req) -> None:
+        pool = self.state.need_pool()
+        words = (
+            f"the request alone filled the KV cache ({pool.max_tokens} tokens) and was cut short;"
+            " raise --max-total-tokens or --mem-fraction-static"
+        )
+        self.state.log.append(("warning", f"{req.rid}: {words}"))
+        self.life.finish(req, Finish("length", message=words))
+
+    # ------------------------------------------------------------------ prefill rows
+
+    def _prefill(self, draft: Draft, now: float) -> None:
+        """Continue the half-computed prompt, then admit who fits."""
+        pool, table = draft.pool, draft.pool.table
+        decoding = bool(draft.decode_slots.size)
+        configured = self.state.config.scheduler.chunked_prefill_size
+        budget = choose_chunk(configured, self.state.cost, decoding=decoding, page_size=pool.page_size)
+        partial = [table.reqs[slot] for slot in np.flatnonzero(table.running & ~table.decoding)]
+        for req in sorted((req for req in partial if req is not None), key=lambda req: req.seq):
+            budget -= self.admitter.add_chunk(draft, req, budget)
+        if not table.running.any():
+            self.admission.idle()
+        if draft.preempted or budget <= 0 or not len(self.state.queue):
+            return
+        for req in self.policy.order(self.state.queue, pool.tree, now):
+            verdict = self.admitter.admit(draft, req, now)
+            if verdict is Verdict.ADMITTED:
+                budget -= self.admitter.add_chunk(draft, req, budget)
+            elif verdict is Verdict.FULL:
+                self._stuck = req
+                return
+            if budget <= 0:
+                return
+
+    def _make_way(self) -> None:
+        """Preempt the lowest for the request that was stuck at the head of the queue, if it outranks it.
+
+        One at a time, and none while another is on its way out. Before any row is drafted, so that no row
+        of the victim is.
+        """
+        req, self._stuck = self._stuck, None
+        pool = self.state.need_pool()
+        if not self.policy.preempts or req is None or req.status is not Status.WAITING:
+            return
+        if any(other.status in (Status.LEAVING, Status.ENDING) for other in pool.table.taken()):
+            return
+        threshold = self.state.config.scheduler.priority_preemption_threshold
+        lower = [v for v in victims(pool) if req.spec.priority - v.rank > threshold and not v.in_tool_call]
+        if lower:
+            self.life.preempt(lower[0])
+
+    # ------------------------------------------------------------------ after a crash
+
+    def _quarantine(self, draft: Draft, now: float) -> None:
+        """A batch of one row: the first suspect that has not passed the position it crashed at."""
+        pool = draft.pool
+        waiting = [self.state.reqs[rid] for rid in self.state.suspects if rid in self.state.reqs]
+        for req in waiting:
+            if req.status is Status.WAITING:
+                while self.admitter.admit(draft, req, now, alone=True) is not Verdict.ADMITTED:
+                    others = victims(pool)
+                    if not others:
+                        return
+                    self.life.preempt(others[0])
+            if pool.table.decoding[req.slot]:
+                self._decode(draft, np.array([req.slot], dtype=np.intp))
+            else:
+                self.admitter.add_chunk(draft, req, DEFAULT_CHUNK)
+            return

@@ -1,0 +1,171 @@
+"""The scheduler process: channels and clock around ``Scheduler.step``."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from common.channels import Channels, Receiver, Sender
+from common.errors import InvariantError
+from common.messages import EngineStatus, GatewayLease, Message
+from common.process import ProcessContext
+from scheduler_proc.scheduler import Scheduler, StepOutput
+
+log = logging.getLogger(__name__)
+
+LONGEST_SLEEP_S = 0.25
+RETRY_S = 0.005
+"""How soon a full channel is tried again."""
+CHECK_S = 10.0
+"""How often the invariant is checked while idle."""
+
+
+class Outbox:
+    """A channel with the messages it has not taken yet, in order. They are few: see ``full``."""
+
+    def __init__(self, sender: Sender) -> None:
+        self.sender = sender
+        self.unsent: deque[bytes] = deque()
+
+    @property
+    def full(self) -> bool:
+        """Something is left from an earlier step; make no more for it."""
+        return bool(self.unsent)
+
+    def put(self, frame: bytes) -> None:
+        """Send, or keep until the channel takes it."""
+        self.unsent.append(frame)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the channel takes."""
+        while self.unsent and self.sender.send_bytes(self.unsent[0]):
+            self.unsent.popleft()
+
+
+class Mail:
+    """The scheduler's channels: two inboxes, and an outbox for each process it writes to."""
+
+    def __init__(self, channels: Channels, num_workers: int, num_tokenizers: int) -> None:
+        self._channels = channels
+        self._encoder = msgspec.msgpack.Encoder()
+        self.inboxes: list[Receiver[Any]] = [channels.receiver("scheduler"), channels.receiver("scheduler-work")]
+        self.workers = [Outbox(channels.sender(f"worker-{rank}")) for rank in range(num_workers)]
+        self.tokenizers = [Outbox(channels.sender(f"tokenizer-{i}")) for i in range(num_tokenizers)]
+        self.detokenizer = Outbox(channels.sender("detokenizer"))
+        self.gateways: dict[str, Outbox] = {}
+
+    def receive(self) -> list[Any]:
+        """Everything that has arrived, the worker's results first: they free what others wait for."""
+        messages = self.inboxes[1].receive() + self.inboxes[0].receive()
+        for message in messages:
+            if isinstance(message, GatewayLease):
+                self._open_gateway(message)
+        return messages
+
+    def _open_gateway(self, lease: GatewayLease) -> None:
+        outbox = self.gateways.get(lease.gateway)
+        if outbox is not None and (outbox.sender.address != lease.address or lease.closing):
+            outbox.sender.close(0)
+            del self.gateways[lease.gateway]
+            outbox = None
+        if outbox is None and not lease.closing:
+            name = lease.gateway if lease.gateway.startswith("gateway-") else f"gateway-{lease.gateway}"
+            self.gateways[lease.gateway] = Outbox(self._channels.sender(name, lease.address))
+
+    def send(self, out: StepOutput) -> None:
+        """Send what a step wants sent, after what is still unsent."""
+        for order in out.to_worker:
+            self._to_all(self.workers, order)
+        for address in out.addresses:
+            self._to_all([*self.tokenizers, self.detokenizer], address)
+            if address.gone and address.gateway in self.gateways:
+                self.gateways.pop(address.gateway).sender.close(0)
+        if out.tokens is not None:
+            self.detokenizer.put(self._encoder.encode(out.tokens))
+        for gateway, reply in out.replies:
+            if gateway in self.gateways:
+                self.gateways[gateway].put(self._encoder.encode(reply))
+        if out.status is not None:
+            self._broadcast(out.status)
+        for outbox in self._all():
+            outbox.flush()
+
+    def _broadcast(self, status: EngineStatus) -> None:
+        frame = self._encoder.encode(status)
+        for outbox in self.gateways.values():
+            if not outbox.full:
+                outbox.sender.send_bytes(frame)
+
+    def _to_all(self, outboxes: list[Outbox], message: Message) -> None:
+        frame = self._encoder.encode(message)
+        for outbox in outboxes:
+            outbox.put(frame)
+
+    def _all(self) -> list[Outbox]:
+        return [*self.workers, *self.tokenizers, self.detokenizer, *self.gateways.values()]
+
+    @property
+    def unsent(self) -> bool:
+        """Some channel is full."""
+        return any(outbox.full for outbox in self._all())
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until a message arrives or the time has passed."""
+        Channels.wait_any(self.inboxes, timeout_s)
+
+
+def main(context: ProcessContext) -> None:
+    """Receive, step, send, sleep; until told to stop."""
+    config = context.config
+    scheduler = Scheduler(config, context.generation)
+    mail = Mail(context.channels, config.worker.tp_size, config.http.tokenizers)
+    progress = 0
+    last_check = time.time()
+    now = 0.0
+    while not context.stopping:
+        messages = mail.receive()
+        now = max(now, time.time())  # a clock set back must not undo what has expired
+        out = scheduler.step(
+            messages,
+            now,
+            worker_full=any(worker.full for worker in mail.workers),
+            detokenizer_full=mail.detokenizer.full,
+        )
+        mail.send(out)
+        for level, words in out.log:
+            log.log(logging.getLevelNamesMapping()[level.upper()], "%s", words)
+        progress += 1
+        context.beat(ready=scheduler.ready, progress=progress, info=_info(scheduler))
+        if scheduler.idle and now - last_check > CHECK_S:
+            last_check = now
+            _check(scheduler)
+        timeout_s = min(max(out.wake_at - time.time(), 0.0), LONGEST_SLEEP_S)
+        mail.wait(RETRY_S if mail.unsent else timeout_s)
+
+
+def _info(scheduler: Scheduler) -> dict[str, Any]:
+    """For the supervisor: the start-up table, and crashes it should not count as the worker's fault."""
+    pool = scheduler.state.pool
+    info: dict[str, Any] = {"excused_worker_crashes": scheduler.state.excused_crashes}
+    if pool is not None:
+        info |= {
+            "num_pages": pool.allocator.num_pages,
+            "page_size": pool.page_size,
+            "max_total_tokens": pool.max_tokens,
+            "max_running_requests": pool.max_running,
+        }
+    return info
+
+
+def _check(scheduler: Scheduler) -> None:
+    """A leak must not stop a server; it must not stay unseen either."""
+    try:
+        scheduler.check_invariants()
+    except InvariantError as error:
+        scheduler.state.metrics.num_invariant_failures_total += 1
+        log.error("bookkeeping is wrong, please report this: %s", error)

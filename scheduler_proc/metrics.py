@@ -1,0 +1,80 @@
+"""Counters of the scheduler, under SGLang's names where it has one."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+BUCKETS_S = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 20.0, 40.0, 60.0, 120.0
+)  # fmt: skip
+"""Upper bounds of both histograms: the gateway's ``LATENCY_BUCKETS``, under which it shows them."""
+
+
+class Histogram:
+    """Counts per bucket (not cumulative), the last one for values above every bound."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.total = 0.0
+        self.counts = [0] * (len(bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.total += value
+        self.counts[bisect_left(self.bounds, value)] += 1
+
+    def row(self) -> list[float]:
+        """[sum, count, bucket counts...] as EngineStatus carries it."""
+        return [self.total, float(sum(self.counts)), *map(float, self.counts)]
+
+
+@dataclass
+class Metrics:
+    """What has happened since the process started."""
+
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    num_requests_total: int = 0
+    num_preemptions_total: int = 0
+    num_steps_total: int = 0
+    num_prefill_tokens_total: int = 0
+    num_invariant_failures_total: int = 0
+    num_finished: dict[str, int] = field(default_factory=dict)
+    """By reason: stop, length, abort, error."""
+    num_aborted: dict[str, int] = field(default_factory=dict)
+    """By cause: client, gateway_gone, deadline, queue_timeout, queue_full, admin, failure."""
+    step_time: Histogram = field(default_factory=lambda: Histogram(BUCKETS_S))
+    queue_time: Histogram = field(default_factory=lambda: Histogram(BUCKETS_S))
+
+    def aborted(self, cause: str) -> None:
+        """Count a request that did not end by itself."""
+        self.num_aborted[cause] = self.num_aborted.get(cause, 0) + 1
+
+    def finished(self, reason: str) -> None:
+        """Count an ending."""
+        self.num_finished[reason] = self.num_finished.get(reason, 0) + 1
+
+    def counters(self) -> dict[str, float]:
+        """Flat, for EngineStatus."""
+        out: dict[str, float] = {
+            "prompt_tokens_total": self.prompt_tokens_total,
+            "cached_tokens_total": self.cached_tokens_total,
+            "generation_tokens_total": self.generation_tokens_total,
+            "num_requests_total": self.num_requests_total,
+            "num_preemptions_total": self.num_preemptions_total,
+            "num_steps_total": self.num_steps_total,
+            "num_prefill_tokens_total": self.num_prefill_tokens_total,
+            "num_invariant_failures_total": self.num_invariant_failures_total,
+        }
+        out["cache_hit_rate"] = self.cached_tokens_total / max(self.prompt_tokens_total, 1)
+        for reason, n in self.num_finished.items():
+            out[f"num_finished_requests_total_{reason}"] = n
+        for cause, n in self.num_aborted.items():
+            out[f"num_aborted_requests_total_{cause}"] = n
+        return out
+
+    def histograms(self) -> dict[str, list[float]]:
+        """name -> [sum, count, bucket counts...]."""
+        return {"step_time_seconds": self.step_time.row(), "queue_time_seconds": self.queue_time.row()}
