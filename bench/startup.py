@@ -31,9 +31,11 @@ def main() -> int:
     for _ in range(args.runs):
         with servers.serve(spec) as server:
             warm.append(server.ready_s)
-        with tempfile.TemporaryDirectory() as empty:
-            with servers.serve(replace(spec, env={"QUINTET_COMPILE_CACHE": empty})) as server:
-                cold.append(server.ready_s)
+        with (
+            tempfile.TemporaryDirectory() as empty,
+            servers.serve(replace(spec, env={"QUINTET_COMPILE_CACHE": empty})) as server,
+        ):
+            cold.append(server.ready_s)
         print(f"warm {warm[-1]:.2f} s, cold code cache {cold[-1]:.2f} s", flush=True)
     print(json.dumps({"warm_s": round(statistics.median(warm), 2), "cold_s": round(statistics.median(cold), 2)}))
     return 0

