@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -46,7 +46,14 @@ class ToolArgumentsDelta:
     text: str
 
 
-Event = TextDelta | ToolCallStart | ToolArgumentsDelta
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """Reasoning, from families whose one syntax carries it too (gpt-oss); never empty."""
+
+    text: str
+
+
+Event = TextDelta | ToolCallStart | ToolArgumentsDelta | ReasoningDelta
 
 
 def new_call_id() -> str:
@@ -68,11 +75,18 @@ class ToolParser(ABC):
     """The syntax uses special tokens: the request must be sent with skip_special_tokens=False, or
     the calls are invisible. The parser drops the family's own end-of-turn marks from the content."""
 
-    def __init__(self, tools: Sequence[dict[str, Any]] = (), *, new_id: Callable[[], str] = new_call_id) -> None:
+    def __init__(
+        self, tools: Sequence[dict[str, Any]] = (), *, new_id: Callable[[], str] | None = None
+    ) -> None:
         self.tools = tools
         self.num_calls = 0
         """Calls begun so far; the finish_reason is ``tool_calls`` when it is not 0."""
-        self._new_id = new_id
+        self._new_id = new_id or self.make_id
+
+    @staticmethod
+    def make_id() -> str:
+        """A fresh call id in the form the family's chat template expects back."""
+        return new_call_id()
 
     @abstractmethod
     def feed(self, text: str) -> list[Event]:
@@ -98,8 +112,11 @@ class ToolCall:
     arguments: str
 
 
-def collect(events: Sequence[Event]) -> tuple[str, list[ToolCall]]:
-    """Join a response's events into (content, calls): the whole form of what was streamed."""
+def collect(events: Iterable[Event]) -> tuple[str, list[ToolCall]]:
+    """Join a response's events into (content, calls): the whole form of what was streamed.
+
+    Reasoning is left out.
+    """
     content: list[str] = []
     calls: list[ToolCall] = []
     for event in events:
