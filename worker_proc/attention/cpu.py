@@ -16,10 +16,7 @@ from torch import Tensor
 from worker_proc.attention.paged import decode_gather
 from worker_proc.attention.plan import StepPlan
 from worker_proc.attention.spec import AttentionArgs, LayerSpec
-
-# All of fastmath but "nnan" and "ninf": a running maximum begins at -inf, and a row that became NaN must
-# stay NaN to be reported.
-_FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
+from worker_proc.vector_math import FAST_MATH, exp_in_place
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -54,29 +51,6 @@ def raw_view(pool: Tensor) -> NDArray[np.generic]:
 _NO_SINKS = np.empty(0, np.float32)
 
 
-@numba.njit(fastmath=_FAST, cache=True, nogil=True)
-def _exp_in_place(x, bits):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """x[i] = exp(x[i]) for x <= 0, in a form LLVM turns into vector code. bits: int32 scratch, as long.
-
-    2**n * p(r) with r in [-ln2/2, ln2/2] and Cephes' degree-5 polynomial; exp(0) is exactly 1.
-    """
-    scale = bits.view(np.float32)
-    for i in range(x.size):
-        v = max(x[i], np.float32(-87.0))
-        n = np.floor(v * np.float32(1.44269504) + np.float32(0.5))
-        r = v - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
-        p = np.float32(1.9875691500e-4)
-        p = p * r + np.float32(1.3981999507e-3)
-        p = p * r + np.float32(8.3334519073e-3)
-        p = p * r + np.float32(4.1665795894e-2)
-        p = p * r + np.float32(1.6666665459e-1)
-        p = p * r + np.float32(5.0000001201e-1)
-        x[i] = p * r * r + r + np.float32(1.0)
-        bits[i] = (np.int32(n) + np.int32(127)) << np.int32(23)
-    for i in range(x.size):
-        x[i] *= scale[i]
-
-
 @numba.njit(cache=True, nogil=True)
 def _load_f32(source, target, _bits):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Copy [n, dim] float32."""
@@ -96,8 +70,10 @@ def _load_bf16(source, _target, bits):  # type: ignore[no-untyped-def]  # pragma
 def _make_kernel(load):  # type: ignore[no-untyped-def]
     """Build the kernel for one way of loading pool entries (the only thing the dtypes differ in)."""
 
-    @numba.njit(parallel=True, fastmath=_FAST, cache=True, nogil=True)
-    def attend(query, keys, values, table, lows, lens, page_size, scaling, softcap, sinks, out):  # type: ignore[no-untyped-def]  # pragma: no cover
+    @numba.njit(parallel=True, fastmath=FAST_MATH, cache=True, nogil=True)
+    def attend(  # type: ignore[no-untyped-def]  # pragma: no cover
+        query, keys, values, table, lows, lens, page_size, scaling, softcap, sinks, out
+    ):  # fmt: skip
         num_kv_heads = keys.shape[1]
         groups = query.shape[1] // num_kv_heads
         dim, value_dim = keys.shape[2], values.shape[2]
@@ -135,7 +111,7 @@ def _make_kernel(load):  # type: ignore[no-untyped-def]
                         high[g] = peak
                     for t in range(count):
                         scores[t] -= peak
-                    _exp_in_place(scores[:count], exp_bits)
+                    exp_in_place(scores[:count], exp_bits)
                     part = np.float32(0)
                     for t in range(count):
                         weights[g, t] = scores[t]

@@ -41,7 +41,9 @@ def attend_plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, args: 
     return out.permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)
 
 
-def attend_sequence(query: Tensor, key: Tensor, value: Tensor, start: int, spec: LayerSpec, args: AttentionArgs) -> Tensor:
+def attend_sequence(
+    query: Tensor, key: Tensor, value: Tensor, start: int, spec: LayerSpec, args: AttentionArgs
+) -> Tensor:
     """Attention of the last N positions of one sequence over all its positions.
 
     Shapes as in :func:`attend_plain`, with key and value at positions [first, first + L) where

@@ -70,13 +70,14 @@ class LayerProbe:
         if key.shape[2] != query.shape[2]:
             raise ConfigError(f"{where} attends to {key.shape[2]} keys for {query.shape[2]} tokens: not self-attention")
         if query.shape[1] % key.shape[1] or value.shape[1] != key.shape[1]:
-            raise ConfigError(f"{where} has {query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads")
+            heads = f"{query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads"
+            raise ConfigError(f"{where} has {heads}")
         window, chunk = self._limits_of(attention_mask, where)
         spec = LayerSpec(key.shape[1], key.shape[3], value.shape[3], window, chunk)
         self.specs.append(spec)
         args = attention_args(query, scaling, kwargs)
-        rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return attend_sequence(*rows, 0, spec, args)[None], None
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return attend_sequence(q, k, v, 0, spec, args)[None], None
 
     def _limits_of(self, mask: Tensor | None, where: str) -> tuple[int, int]:
         if mask is None:

@@ -106,5 +106,3 @@ def _cpu_decode() -> DecodeKernel:
     except ImportError:
         return decode_gather
     return decode_numba
-
-

@@ -1,0 +1,137 @@
+"""The worker process: weights, KV pages, sampling. The only process that imports torch."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import time
+from pathlib import Path
+
+from common.messages import WorkerReady
+from common.process import ProcessContext
+from worker_proc.grammar_protocol import GrammarBackend
+from worker_proc.loop import HeartbeatThread, Pulse, WorkerLoop
+from worker_proc.memory import WorkerState, load_state, save_state
+from worker_proc.sampling.request import Sampler
+from worker_proc.threads import num_threads, set_thread_environment
+
+log = logging.getLogger(__name__)
+
+
+def main(context: ProcessContext) -> None:
+    """Load, announce, and run steps until asked to stop."""
+    threads = num_threads(context.config.worker.cpu_threads, context.config.worker.tp_size)
+    set_thread_environment(os.environ, threads)  # before the first import of torch and Numba
+    pulse = Pulse()
+    heart = HeartbeatThread(context, pulse)
+    heart.start()
+    try:
+        serve(context, threads, pulse)
+    finally:
+        heart.stop()
+
+
+def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
+    """Build the worker and run its loop."""
+    began = time.perf_counter()
+    # Channels first: what the scheduler sends while the weights load waits in the inbox.
+    inbox = context.channels.receiver(context.name)
+    outbox = context.channels.sender("scheduler-work")
+    from worker_proc.executor import StepExecutor
+    from worker_proc.loading import load_worker
+
+    imported = time.perf_counter()
+    config, rank = context.config, context.index
+    state = load_state(context.run_dir, rank)
+    loaded = load_worker(config, threads, rank, state)
+    runner = loaded.runner
+    gc.collect()  # the transformers model, where a fast path has packed its weights
+    if state is None:
+        chosen = WorkerState(
+            path=runner.name, dtype=runner.dtype, num_pages=loaded.num_pages, page_size=runner.page_size
+        )
+        save_state(context.run_dir, rank, chosen)
+    sampler = make_sampler(loaded.device.type, threads, runner.vocab_size)
+    executor = StepExecutor(runner, sampler, make_grammar_backend(context, runner.vocab_size))
+    ready = WorkerReady(
+        epoch=0,
+        generation=context.generation,
+        rank=rank,
+        num_pages=loaded.num_pages,
+        page_size=runner.page_size,
+        context_len=loaded.context_length,
+        vocab_size=runner.vocab_size,
+        max_slots=config.scheduler.max_running_requests,
+        model_path=runner.name,
+        batch_invariant=runner.batch_invariant,
+        dtype=runner.dtype,
+        device=str(loaded.device),
+        threads=threads,
+        kv_bytes_per_token=runner.kv_bytes_per_page() // runner.page_size,
+        weight_bytes=runner.weight_bytes(),
+    )
+    pulse.info = describe(ready, config.model_dir)
+    log.info("imports took %.1f s, loading %.1f s", imported - began, time.perf_counter() - imported)
+    log.info("ready: %s", ", ".join(f"{key} {value}" for key, value in pulse.info.items()))
+    pulse.ready, pulse.detail, pulse.progress = True, "serving", 1
+    try:
+        WorkerLoop(context, executor, inbox, outbox, ready, pulse).run()
+    finally:
+        executor.close()
+
+
+def describe(ready: WorkerReady, model: str) -> dict[str, str]:
+    """The lines of the start-up table."""
+    tokens = ready.num_pages * ready.page_size
+    return {
+        "model": model,
+        "dtype": ready.dtype,
+        "path": ready.model_path,
+        "device": ready.device,
+        "threads": str(ready.threads),
+        "weights": f"{ready.weight_bytes / 2**20:.0f} MiB",
+        "pages": f"{ready.num_pages} x {ready.page_size}",
+        "kv": f"{tokens} tokens, {tokens * ready.kv_bytes_per_token / 2**20:.0f} MiB",
+        "context": str(ready.context_len),
+    }
+
+
+def make_sampler(device_type: str, threads: int, vocab_size: int) -> Sampler:
+    """The sampler for where the logits are."""
+    if device_type != "cpu":
+        from worker_proc.sampling.torch_sampler import TorchSampler
+
+        return TorchSampler()
+    from worker_proc.sampling.cpu import CpuSampler
+
+    sampler = CpuSampler(threads)
+    sampler.warm_up(vocab_size)
+    return sampler
+
+
+def make_grammar_backend(context: ProcessContext, vocab_size: int) -> GrammarBackend | None:
+    """The configured grammar backend; None when constrained decoding is off."""
+    if context.config.worker.grammar_backend == "none":
+        return None
+    folder = Path(context.config.model_dir)
+    if not (folder / "tokenizer.json").exists():
+        log.warning("constrained decoding is off: %s has no tokenizer.json", folder)
+        return None
+    from worker_proc.grammar.backend import LLGuidanceBackend
+
+    backend: GrammarBackend = LLGuidanceBackend(folder / "tokenizer.json", vocab_size, model_eos_ids(folder))
+    return backend
+
+
+def model_eos_ids(folder: Path) -> list[int]:
+    """The model's end-of-sequence ids: generation_config.json, else config.json."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            found = json.loads((folder / name).read_text()).get("eos_token_id")
+        except (OSError, ValueError):
+            continue
+        if found is not None:
+            return [int(token) for token in (found if isinstance(found, list) else [found])]
+    return []

@@ -1,0 +1,93 @@
+"""What the sampler is told about a row, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.messages import SamplingParams
+from worker_proc.grammar_protocol import Bitmask
+
+I32 = NDArray[np.int32]
+F32 = NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class SampleRequest:
+    """One id to be drawn.
+
+    The order of operations: penalties, logit_bias, ids banned by min_tokens, grammar mask; then,
+    unless greedy, temperature, top_k, top_p over what top_k left, min_p relative to the likeliest.
+    """
+
+    logit_row: int
+    """Row of the step's logits."""
+    params: SamplingParams
+    index: int
+    """Output index of the id to be drawn."""
+    ids: I32
+    """Prompt and output ids so far (penalties)."""
+    prompt_len: int
+    end_ids: frozenset[int] = frozenset()
+    """End-of-sequence and stop ids: banned before ``min_tokens``."""
+    mask: Bitmask | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """No random draw."""
+        return self.params.temperature <= 0.0 or self.params.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        """Any penalty is on."""
+        p = self.params
+        return p.presence_penalty != 0.0 or p.frequency_penalty != 0.0 or p.repetition_penalty != 1.0
+
+    @property
+    def bans_ends(self) -> bool:
+        """End ids must not be drawn yet."""
+        return self.index < self.params.min_tokens and bool(self.end_ids)
+
+    @property
+    def is_plain(self) -> bool:
+        """The id is the argmax of the raw logits."""
+        return (
+            self.is_greedy
+            and not self.has_penalties
+            and not self.params.logit_bias
+            and not self.bans_ends
+            and self.mask is None
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The likeliest ids of one distribution, likeliest first (ties: lowest id first)."""
+
+    ids: I32
+    logprobs: F32
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRequest:
+    """The log-probability of ``token`` and of the ``k`` likeliest ids in the raw distribution of a logits row."""
+
+    logit_row: int
+    token: int
+    k: int
+
+
+class Sampler(Protocol):
+    """Draws ids from logits [N, vocab]; one per device kind."""
+
+    def sample(self, logits: Any, requests: Sequence[SampleRequest]) -> tuple[I32, NDArray[np.bool_]]:
+        """Ids [R], and a bool [R] that marks rows whose logits are not usable (NaN, +inf, everything forbidden)."""
+        ...
+
+    def logprobs(self, logits: Any, requests: Sequence[LogprobRequest]) -> tuple[F32, list[TopTokens]]:
+        """Log-probabilities [R] of the tokens, and for each request its k likeliest."""
+        ...
