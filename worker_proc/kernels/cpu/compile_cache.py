@@ -1,0 +1,124 @@
+"""Compiled code on disk, so that only the first start on a machine compiles.
+
+Numba's own cache cannot hold functions whose closures contain other compiled functions (their
+pickles differ in each process), and ours are built that way. So we store the machine code of a
+few top-level functions ourselves, through the two hooks of Numba's dispatcher, in a folder whose
+name is a digest of everything that could change the code: the CPU's name and features, the
+versions of Numba and llvmlite, the kernels' sources and the chosen instruction set.
+
+Loading unpickles, so the folder must be ours alone: mode 0700, owned by this user; otherwise it
+is not used. Files appear by rename; processes that start together only waste work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import platform
+import stat
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from llvmlite import binding
+from numba.core import compiler
+from numba.core.serialize import dumps
+
+Progress = Callable[[str], None]
+
+
+def cache_root() -> Path:
+    """``$XDG_CACHE_HOME/quintet/kernels`` or ``~/.cache/quintet/kernels``."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "quintet" / "kernels"
+
+
+def code_key(variant: str) -> str:
+    """Digest of all that determines the machine code."""
+    digest = hashlib.sha256()
+    features = sorted(name for name, on in binding.get_host_cpu_features().items() if on)
+    for part in (
+        variant, binding.get_host_cpu_name(), ",".join(features), platform.machine(), sys.version,
+        numba.__version__, llvmlite.__version__,
+    ):  # fmt: skip
+        digest.update(part.encode() + b"\0")
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes() + b"\0")
+    return f"{variant}-{digest.hexdigest()[:20]}"
+
+
+def private_folder(path: Path) -> Path | str:
+    """Create the folder with mode 0700; or the reason why it must not be used."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    if found.st_uid != os.getuid():
+        return f"{path} belongs to another user"
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        return f"{path} is open to other users (mode {stat.S_IMODE(found.st_mode):o}, 700 needed)"
+    return path
+
+
+class DiskCache:
+    """What Numba's dispatcher expects of its cache, for one function."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self._name = name
+        self.loaded = False
+
+    @property
+    def cache_path(self) -> str:
+        """Where the files are (shown by Numba's statistics)."""
+        return str(self._folder)
+
+    def _file(self, sig: Any) -> Path:
+        return self._folder / f"{self._name}-{hashlib.sha256(str(sig).encode()).hexdigest()[:16]}.bin"
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The compiled function for a signature, or None. A file that cannot be read is a miss."""
+        target_context.refresh()
+        try:
+            payload = pickle.loads(self._file(sig).read_bytes())
+            result = compiler.CompileResult._rebuild(target_context, *payload)
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError, ValueError):
+            return None
+        self.loaded = True
+        return result
+
+    def save_overload(self, sig: Any, result: Any) -> None:
+        """Store a compiled function. A full or read-only disk costs the next start time, nothing else."""
+        try:
+            handle, temporary = tempfile.mkstemp(dir=self._folder)
+            with os.fdopen(handle, "wb") as file:
+                file.write(dumps(result._reduce()))
+            os.replace(temporary, self._file(sig))
+        except OSError:
+            return
+
+    def enable(self) -> None:
+        """Always on."""
+
+    def disable(self) -> None:
+        """Always on."""
+
+    def flush(self) -> None:
+        """Remove this function's files."""
+        for file in self._folder.glob(f"{self._name}-*.bin"):
+            file.unlink(missing_ok=True)
+
+
+def attach(dispatcher: Any, name: str, variant: str, progress: Progress | None = None) -> None:
+    """Give a Numba function a place on disk, or say why there is none and compile each time."""
+    folder = private_folder(cache_root() / code_key(variant))
+    if isinstance(folder, Path):
+        dispatcher._cache = DiskCache(folder, name)
+    elif progress is not None:
+        progress(f"compiled kernels are not kept: {folder}")

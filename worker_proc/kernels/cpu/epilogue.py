@@ -1,0 +1,179 @@
+"""What happens to a tile's sums before they leave the first-level cache, and the attention rows.
+
+An epilogue reads ``rows`` x 32 float32 sums from the scratch buffer (row stride 128 bytes), adds a
+bias when its address is not 0, and writes one output row each:
+
+    store     float32, 32 columns
+    add       float32, 32 columns, added to what is there (the residual stream)
+    silu      bf16, 16 columns: silu(g) * u; the panel's first block holds gate, the second up columns
+    gelu      as silu, with the tanh form of GELU
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.ir as ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from worker_proc.kernels.cpu.isa import Isa
+from worker_proc.kernels.cpu.vector_ir import F32, I32, I64, V16F, V16I, VectorEmitter
+
+SCRATCH_ROW_BYTES = 128
+MODES = ("store", "add", "silu", "gelu")
+MASKED = -1e30
+"""A score no row can see; also the running maximum before the first key."""
+
+
+def _gate(e: VectorEmitter, mode: str, g: Any, u: Any) -> Any:
+    """silu(g) * u or gelu_tanh(g) * u; gelu_tanh(g) = g * sigmoid(2 sqrt(2/pi) (g + 0.044715 g^3))."""
+    inner = g
+    if mode == "gelu":
+        cubic = e.fma(e.b.fmul(g, g), e.vec(0.044715), e.vec(1.0))
+        inner = e.b.fmul(e.b.fmul(g, e.vec(1.5957691216057308)), cubic)
+    return e.b.fmul(e.b.fmul(g, e.sigmoid(inner)), u)
+
+
+def make_epilogue(isa: Isa, mode: str) -> Any:
+    """``epilogue(scratch, rows, bias, out, ldo)``: addresses of the panel's first column; ldo in bytes."""
+
+    @intrinsic  # type: ignore[misc]
+    def epilogue(tc: Any, scratch: Any, rows: Any, bias: Any, out: Any, ldo: Any) -> Any:
+        def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            scratch, rows, bias, out, ldo = args
+            e = VectorEmitter(b, isa)
+            biases = [cgutils.alloca_once(b, V16F) for _ in range(2)]
+            for slot in biases:
+                b.store(e.zero(), slot)
+            with b.if_then(b.icmp_signed("!=", bias, e.i64(0))):
+                for j, slot in enumerate(biases):
+                    b.store(e.load(e.at(bias, 64 * j), V16F), slot)
+            with cgutils.for_range(b, rows, intp=I64) as loop:
+                row = e.at(scratch, loop.index, SCRATCH_ROW_BYTES)
+                target = b.add(out, b.mul(loop.index, ldo))
+                v = [b.fadd(e.load(e.at(row, 64 * j), V16F), b.load(biases[j])) for j in range(2)]
+                if mode in ("silu", "gelu"):
+                    e.store(e.to_bf16(_gate(e, mode, v[0], v[1])), target, align=2)
+                else:
+                    for j in range(2):
+                        place = e.at(target, 64 * j)
+                        e.store(b.fadd(v[j], e.load(place, V16F)) if mode == "add" else v[j], place)
+            return ctx.get_dummy_value()
+
+        return types.void(*(types.int64,) * 5), emit
+
+    return epilogue
+
+
+def make_softmax_row(isa: Isa) -> Any:
+    """``softmax_row(scores, num_vectors, lo, hi, scale, p, state)``: one row of one context segment.
+
+    Scores (float32, 16 a vector) outside the columns lo..hi-1 are masked to probability exactly 0.
+    Writes bf16 2**(t - max t), t = score * scale, to ``p`` and (max t, sum) to ``state`` (2 floats).
+    ``scale`` includes log2(e). Overwrites the scores. A masked vector more or less changes no bit:
+    it adds exact zeros.
+    """
+
+    @intrinsic  # type: ignore[misc]
+    def softmax_row(tc: Any, scores: Any, num: Any, lo: Any, hi: Any, scale: Any, p: Any, state: Any) -> Any:
+        def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            scores, num, lo, hi, scale, p, state = args
+            e = VectorEmitter(b, isa)
+            bounds = [e.splat(b.trunc(v, I32), V16I) for v in (lo, hi)]
+            factor = e.splat(scale)
+            lanes = ir.Constant(V16I, list(range(16)))
+
+            def visible(index: Any) -> Any:
+                column = b.add(lanes, e.splat(b.trunc(b.mul(index, e.i64(16)), I32), V16I))
+                above = b.icmp_signed(">=", column, bounds[0])
+                return b.and_(above, b.icmp_signed("<", column, bounds[1]))
+
+            top = cgutils.alloca_once(b, V16F)
+            b.store(e.vec(MASKED), top)
+            with cgutils.for_range(b, num, intp=I64) as loop:
+                place = e.at(scores, loop.index, 64)
+                t = b.fmul(e.load(place, V16F), factor)
+                t = b.select(visible(loop.index), t, e.vec(MASKED))
+                e.store(t, place)
+                b.store(e.maximum(t, b.load(top)), top)
+            peak = e.call("llvm.vector.reduce.fmax.v16f32", F32, b.load(top))
+            e.store(peak, state)
+            peaks = e.splat(peak)
+            total = cgutils.alloca_once(b, V16F)
+            b.store(e.zero(), total)
+            with cgutils.for_range(b, num, intp=I64) as loop:
+                t = e.load(e.at(scores, loop.index, 64), V16F)
+                power = e.exp2(b.fsub(t, peaks))
+                power = b.select(b.fcmp_ordered(">", t, e.vec(MASKED)), power, e.zero())
+                b.store(b.fadd(b.load(total), power), total)
+                e.store(e.to_bf16(power), e.at(p, loop.index, 32), align=2)
+            e.store(ordered_sum(e, b.load(total)), e.at(state, 4))
+            return ctx.get_dummy_value()
+
+        i = types.int64
+        return types.void(i, i, i, i, types.float32, i, i), emit
+
+    return softmax_row
+
+
+def ordered_sum(e: VectorEmitter, v: Any) -> Any:
+    """Sum of 16 lanes, halves onto each other: a fixed order on every machine."""
+    undefined = ir.Constant(V16F, ir.Undefined)
+    for distance in (8, 4, 2, 1):
+        mask = ir.Constant(V16I, [(lane + distance) % 16 for lane in range(16)])
+        v = e.b.fadd(v, e.b.shuffle_vector(v, undefined, mask))
+    return e.b.extract_element(v, ir.Constant(I32, 0))
+
+
+def make_merge_row(isa: Isa) -> Any:
+    """``merge_row(state, o, seg_state, seg_o, num_vectors)``: join one more segment to a running row.
+
+    Both sides hold (maximum, sum) and the unnormalised output. The factors of a side that already
+    has the maximum are exactly 1, and those of an empty side multiply zeros, so a segment in which a
+    row sees nothing leaves every bit as it was. (Online softmax: Milakov and Gimelshein 2018.)
+    """
+
+    @intrinsic  # type: ignore[misc]
+    def merge_row(tc: Any, state: Any, o: Any, seg_state: Any, seg_o: Any, num: Any) -> Any:
+        def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            state, o, seg_state, seg_o, num = args
+            e = VectorEmitter(b, isa)
+            tops = [e.splat(e.load(s, F32)) for s in (state, seg_state)]
+            sums = [e.splat(e.load(e.at(s, 4), F32)) for s in (state, seg_state)]
+            peak = e.maximum(*tops)
+            old, new = (e.exp2(b.fsub(top, peak)) for top in tops)
+            zero = ir.Constant(I32, 0)
+            e.store(b.extract_element(peak, zero), state)
+            total = e.fma(sums[1], new, b.fmul(sums[0], old))
+            e.store(b.extract_element(total, zero), e.at(state, 4))
+            with cgutils.for_range(b, num, intp=I64) as loop:
+                place = e.at(o, loop.index, 64)
+                part = b.fmul(e.load(place, V16F), old)
+                e.store(e.fma(e.load(e.at(seg_o, loop.index, 64), V16F), new, part), place)
+            return ctx.get_dummy_value()
+
+        return types.void(*(types.int64,) * 5), emit
+
+    return merge_row
+
+
+def make_finish_row(isa: Isa) -> Any:
+    """``finish_row(state, o, num_vectors, out)``: divide by the sum, round to bf16."""
+
+    @intrinsic  # type: ignore[misc]
+    def finish_row(tc: Any, state: Any, o: Any, num: Any, out: Any) -> Any:
+        def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            state, o, num, out = args
+            e = VectorEmitter(b, isa)
+            total = e.load(e.at(state, 4), F32)
+            inverse = e.splat(b.fdiv(ir.Constant(F32, 1.0), total))
+            with cgutils.for_range(b, num, intp=I64) as loop:
+                v = b.fmul(e.load(e.at(o, loop.index, 64), V16F), inverse)
+                e.store(e.to_bf16(v), e.at(out, loop.index, 32), align=2)
+            return ctx.get_dummy_value()
+
+        return types.void(*(types.int64,) * 4), emit
+
+    return finish_row

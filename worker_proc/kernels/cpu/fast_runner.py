@@ -1,0 +1,163 @@
+"""The CPU fast path as a :class:`~worker_proc.runner.ModelRunner`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from worker_proc.kernels.cpu import arch, compile_cache
+from worker_proc.kernels.cpu.forward import PHASES, make_forward
+from worker_proc.kernels.cpu.isa import Isa, detect
+from worker_proc.kernels.cpu.layout import BLOCK_TOKENS, SEGMENT_TOKENS
+from worker_proc.kernels.cpu.model_image import ModelImage
+from worker_proc.kernels.cpu.packing import huge_buffer
+from worker_proc.kernels.cpu.thread_team import ThreadTeam
+from worker_proc.kernels.cpu.workspace import Workspace
+from worker_proc.runner import I32, PackedBatch
+
+Progress = Callable[[str], None]
+
+
+def _silent(text: str) -> None:
+    return
+
+
+class CpuFastRunner:
+    """A decoder on the CPU: one compiled function, packed bf16 weights, paged KV.
+
+    Logits of a row depend on its own tokens alone, bit for bit: not on the batch, the chunks, what
+    was cached, the pages or the number of threads. (They do depend on the machine's instruction set.)
+    """
+
+    name = "cpu-fast"
+    batch_invariant = True
+    dtype = "bfloat16"
+
+    def __init__(self, image: ModelImage, isa: Isa, page_size: int, num_threads: int, progress: Progress) -> None:
+        self.isa = isa
+        self.page_size = page_size
+        self.vocab_size = image.decoder.vocab
+        self.num_threads = num_threads
+        self._image = image
+        self._workspace = Workspace(image, num_threads)
+        self._pool: NDArray[np.uint8] | None = None
+        self._num_pages = 0
+        self._profile: NDArray[np.int64] | None = None
+        main = njit(nogil=True, error_model="numpy")(make_forward(isa))
+        compile_cache.attach(main, "step", isa.name, progress)
+        progress(f"cpu-fast: loading or compiling the {isa.name} kernels")
+        self._team = ThreadTeam(main, num_threads, image.models, image.layers, self._workspace.steps, self._workspace.owns)
+
+    @classmethod
+    def try_build(
+        cls,
+        hf_model: Any,
+        page_size: int,
+        num_threads: int,
+        progress: Progress = _silent,
+        instruction_sets: tuple[str, ...] = (),
+    ) -> CpuFastRunner | str:
+        """Pack a transformers causal model (bf16); or the reason why this path does not cover it.
+
+        ``hf_model``'s weights are copied, except for the embedding: drop the model afterwards.
+        ``instruction_sets`` restricts the choice to these names of ``isa.py``; empty: the fastest.
+        """
+        if page_size % BLOCK_TOKENS or SEGMENT_TOKENS % page_size:
+            return f"page size {page_size}; the CPU fast path takes 16, 32, 64 or 128"
+        if num_threads < 1:
+            return f"{num_threads} threads; at least 1 is needed"
+        isa = detect(instruction_sets)
+        if isinstance(isa, str):
+            return isa
+        try:
+            decoder = arch.describe(hf_model)
+        except arch.NotCovered as reason:
+            return str(reason)
+        except (AttributeError, KeyError) as error:
+            return f"the model is not built as its type {hf_model.config.model_type!r} says: {error}"
+        progress(f"cpu-fast: packing weights for {isa.name}")
+        return cls(ModelImage(decoder, page_size, isa), isa, page_size, num_threads, progress)
+
+    def kv_bytes_per_page(self) -> int:
+        """Bytes of a page over all layers."""
+        return self._image.page_bytes * len(self._image.layers)
+
+    def weight_bytes(self) -> int:
+        """Bytes of packed weights and the embedding."""
+        return self._image.weight_bytes
+
+    def allocate(self, num_pages: int) -> None:
+        """Create the KV pool, ``[layers][num_pages]``. Raises MemoryError with the arithmetic."""
+        if self._pool is not None:
+            raise RuntimeError("the KV pool exists already")
+        if num_pages < 1:
+            raise ValueError(f"{num_pages} KV pages; at least 1 is needed")
+        total = num_pages * self.kv_bytes_per_page()
+        what = f"the KV pool ({num_pages} pages x {self.kv_bytes_per_page()} bytes)"
+        self._pool = huge_buffer(total, what)
+        self._num_pages = num_pages
+        start = int(self._pool.ctypes.data)
+        for index, layer in enumerate(self._image.layers):
+            layer["kv"] = start + index * num_pages * self._image.page_bytes
+
+    def _check(self, batch: PackedBatch) -> None:
+        """What is wrong here would be a write to a wrong address there."""
+        if self._pool is None:
+            raise RuntimeError("allocate() the KV pool before forward()")
+        limits = (
+            ("token id", batch.ids, self.vocab_size),
+            ("position", batch.positions, self._image.decoder.max_positions),
+            ("page id", batch.page_table, self._num_pages),
+            ("logit row", batch.logit_rows, len(batch.ids)),
+        )
+        for what, values, limit in limits:
+            if values.size and (int(values.min()) < 0 or int(values.max()) >= limit):
+                raise ValueError(f"{what} {int(values.min())}..{int(values.max())} outside 0..{limit - 1}")
+        starts, contexts = batch.query_start, batch.context_lens
+        if len(starts) != len(contexts) + 1 or int(starts[-1]) != len(batch.ids) or not len(batch.ids):
+            raise ValueError(f"query_start {starts.tolist()} does not cover {len(batch.ids)} tokens")
+        if batch.page_table.shape[0] != len(contexts) or len(batch.positions) != len(batch.ids):
+            raise ValueError("page_table needs a row per sequence and positions an entry per token")
+        if int(contexts.max()) > batch.page_table.shape[1] * self.page_size:
+            raise ValueError(f"context {int(contexts.max())} exceeds {batch.page_table.shape[1]} pages")
+        if (np.diff(starts) < 1).any() or (batch.positions[starts[1:] - 1] + 1 != contexts).any():
+            raise ValueError("a sequence's last position must be context_len - 1, and each needs a token")
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        """Logits float32 [R, vocab_size], a view that the next call overwrites.
+
+        Raises ValueError for ids, positions or pages out of range, before anything is computed.
+        """
+        self._check(batch)
+        self._workspace.load(batch)
+        self._team.run()
+        return self._workspace.logits[: len(batch.logit_rows), : self.vocab_size]
+
+    def copy_pages(self, src: I32, dst: I32) -> None:
+        """Copy pages in every layer, in order (a page may be source after it was destination)."""
+        if self._pool is None:
+            raise RuntimeError("allocate() the KV pool before copy_pages()")
+        pages = self._pool.reshape(len(self._image.layers), self._num_pages, self._image.page_bytes)
+        for a, b in zip(src.tolist(), dst.tolist(), strict=True):
+            if not (0 <= a < self._num_pages and 0 <= b < self._num_pages):
+                raise ValueError(f"page copy {a} -> {b} outside 0..{self._num_pages - 1}")
+            pages[:, b] = pages[:, a]
+
+    def profile(self, on: bool) -> dict[str, tuple[float, float]]:
+        """Switch the per-phase cycle count on or off; (work, wait) cycles per thread since it was on."""
+        found = {}
+        if self._profile is not None:
+            mean = self._profile.mean(axis=0)
+            found = {name: (float(w), float(b)) for name, (w, b) in zip(PHASES, mean, strict=True)}
+        self._profile = np.zeros((self.num_threads, len(PHASES), 2), np.int64) if on else None
+        self._workspace.steps[0]["profile"] = 0 if self._profile is None else self._profile.ctypes.data
+        return found
+
+    def close(self) -> None:
+        """Stop the threads and free the pool. Idempotent."""
+        self._team.close()
+        self._pool = None

@@ -1,0 +1,225 @@
+"""A whole decoder step as one compiled function that every thread of the team runs.
+
+    embed, norm                                    rows
+    for each layer
+        q, k, v = xn @ W                           panels
+        q/k norm, rotary, K and V to pages         rows
+        attend; join split contexts                items
+        x += att @ W                               panels (to y where a norm follows)
+        [x += norm(y)], norm                       rows
+        silu(xn @ W_gate) * (xn @ W_up)            panels
+        x += mlp @ W                               panels
+        [x += norm(y)], norm of the next layer     rows
+    norm of the rows whose logits are wanted       rows
+    logits = xn @ W_head                           panels
+
+A barrier follows each line. Calling numpy or torch for each line would cost 10 to 50 microseconds
+each; here a line costs its barrier, below a microsecond when both cores are ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from worker_proc.kernels.cpu.attention import make_attention
+from worker_proc.kernels.cpu.attention_plan import plan_attention
+from worker_proc.kernels.cpu.gemm import make_linear
+from worker_proc.kernels.cpu.isa import Isa
+from worker_proc.kernels.cpu.kernels import KernelSet, build, jit
+from worker_proc.kernels.cpu.layout import NUM_SPLIT_TOKENS
+from worker_proc.kernels.cpu.rowwise import make_rope, make_row_phases
+from worker_proc.kernels.cpu.scalar import cycle_counter, i32_pointer, i64_pointer
+from worker_proc.kernels.cpu.team import begin_phase, make_waiting
+
+PHASES = ("embed", "qkv", "rope", "attend", "join", "o_proj", "mlp_norm", "gate_up", "down", "next_norm",
+          "final_norm", "lm_head")  # fmt: skip
+"""Names of the profile's columns."""
+EMBED, QKV, ROPE, ATTEND, JOIN, O_PROJ, MLP_NORM, GATE_UP, DOWN, NEXT_NORM, FINAL_NORM, LM_HEAD = range(len(PHASES))
+
+
+def _make_tile_switch(kernels: KernelSet) -> Any:
+    """Load a tile configuration, or do nothing where there are no tiles."""
+    configure = kernels.configure_tiles
+    if configure is None:
+
+        @jit
+        def nothing(address: int) -> None:
+            return
+
+        return nothing
+
+    @jit
+    def switch(address: int) -> None:
+        configure(address)
+
+    return switch
+
+
+def _make_clock(kernels: KernelSet) -> tuple[Any, Any]:
+    """(end_phase, end_timed): barrier, and barrier that books the phase's cycles when profiling."""
+    end_phase, wait_step, _ = make_waiting(kernels)
+
+    @jit
+    def end_timed(sync: int, phase: int, nt: int, profile: int, tid: int, column: int, started: int) -> Any:
+        """Profile: int64 [threads, phases, 2], cycles of work and of waiting. Returns (phase, now)."""
+        if profile == 0:
+            return end_phase(sync, phase, nt), started
+        book = carray(i64_pointer(profile), (nt, len(PHASES), 2))
+        worked = cycle_counter()
+        book[tid, column, 0] += worked - started
+        phase = end_phase(sync, phase, nt)
+        now = cycle_counter()
+        book[tid, column, 1] += now - worked
+        return phase, now
+
+    return end_timed, wait_step
+
+
+def _make_layer(kernels: KernelSet, end_timed: Any, switch: Any) -> Any:
+    """One decoder layer."""
+    store, add = make_linear(kernels, "store"), make_linear(kernels, "add")
+    silu, gelu = make_linear(kernels, "silu"), make_linear(kernels, "gelu")
+    rope = make_rope(kernels)
+    attend, join = make_attention(kernels)
+    _, next_norm, _ = make_row_phases(kernels)
+
+    @jit
+    def residual(
+        tid: int, nt: int, counters: int, x: int, ldx: int, block: int, w: int, bias: int, inner: int, post: int,
+        model: Any, step: Any, sums: int,
+    ) -> None:  # fmt: skip
+        """x += in @ W, or y = in @ W where a norm comes before the sum."""
+        panels = model.hidden_pad // 32
+        if post != 0:
+            store(tid, nt, counters, x, ldx, step.num_tokens, block, w, bias, panels, inner // 32, step.y,
+                  step.x_stride, 128, sums)  # fmt: skip
+        else:
+            add(tid, nt, counters, x, ldx, step.num_tokens, block, w, bias, panels, inner // 32, step.x,
+                step.x_stride, 128, sums)  # fmt: skip
+
+    @jit
+    def attention_half(tid: int, nt: int, sync: int, phase: int, now: int, model: Any, layer: Any, step: Any, own: Any) -> Any:
+        columns = (model.num_heads + 2 * model.num_kv_heads) * model.head_pad
+        counters = begin_phase(sync, phase, tid, nt)
+        store(tid, nt, counters, step.xn, step.xn_stride, step.num_tokens, step.row_block, layer.qkv_w, layer.qkv_b,
+              columns // 32, model.hidden_pad // 32, step.qkv, step.qkv_stride, 128, own.sums)  # fmt: skip
+        phase, now = end_timed(sync, phase, nt, step.profile, tid, QKV, now)
+        counters = begin_phase(sync, phase, tid, nt)
+        rope(tid, nt, counters, model, layer, step)
+        phase, now = end_timed(sync, phase, nt, step.profile, tid, ROPE, now)
+        counters = begin_phase(sync, phase, tid, nt)
+        switch(model.tiles_attention)
+        attend(tid, nt, counters, model, layer, step, own)
+        switch(model.tiles_gemm)
+        phase, now = end_timed(sync, phase, nt, step.profile, tid, ATTEND, now)
+        if carray(i32_pointer(step.counts), (2,))[NUM_SPLIT_TOKENS] > 0:
+            counters = begin_phase(sync, phase, tid, nt)
+            join(tid, nt, counters, model, layer, step, own)
+            phase, now = end_timed(sync, phase, nt, step.profile, tid, JOIN, now)
+        counters = begin_phase(sync, phase, tid, nt)
+        residual(tid, nt, counters, step.att, step.q_stride, step.row_block, layer.o_w, layer.o_b,
+                 model.num_heads * model.head_pad, layer.attn_post_norm, model, step, own.sums)  # fmt: skip
+        phase, now = end_timed(sync, phase, nt, step.profile, tid, O_PROJ, now)
+        counters = begin_phase(sync, phase, tid, nt)
+        next_norm(tid, nt, counters, layer.attn_post_norm, layer.mlp_norm, model, step)
+        return end_timed(sync, phase, nt, step.profile, tid, MLP_NORM, now)
+
+    @jit
+    def mlp_half(
+        tid: int, nt: int, sync: int, phase: int, now: int, norm: int, model: Any, layer: Any, step: Any, own: Any
+    ) -> Any:
+        counters = begin_phase(sync, phase, tid, nt)
+        panels, steps = model.inner_pad // 16, model.hidden_pad // 32
+        if model.gelu != 0:
+            gelu(tid, nt, counters, step.xn, step.xn_stride, step.num_tokens, step.row_block, layer.gate_up_w,
+                 layer.gate_up_b, panels, steps, step.mlp, step.mlp_stride, 32, own.sums)  # fmt: skip
+        else:
+            silu(tid, nt, counters, step.xn, step.xn_stride, step.num_tokens, step.row_block, layer.gate_up_w,
+                 layer.gate_up_b, panels, steps, step.mlp, step.mlp_stride, 32, own.sums)  # fmt: skip
+        phase, now = end_timed(sync, phase, nt, step.profile, tid, GATE_UP, now)
+        counters = begin_phase(sync, phase, tid, nt)
+        residual(tid, nt, counters, step.mlp, step.mlp_stride, step.inner_row_block, layer.down_w, layer.down_b,
+                 model.inner_pad, layer.mlp_post_norm, model, step, own.sums)  # fmt: skip
+        phase, now = end_timed(sync, phase, nt, step.profile, tid, DOWN, now)
+        if norm == 0 and layer.mlp_post_norm == 0:
+            return phase, now
+        counters = begin_phase(sync, phase, tid, nt)
+        next_norm(tid, nt, counters, layer.mlp_post_norm, norm, model, step)
+        return end_timed(sync, phase, nt, step.profile, tid, NEXT_NORM, now)
+
+    return attention_half, mlp_half
+
+
+def _make_step(kernels: KernelSet, end_timed: Any) -> Any:
+    """All phases of one step."""
+    switch = _make_tile_switch(kernels)
+    embed, _, final_norm = make_row_phases(kernels)
+    attention_half, mlp_half = _make_layer(kernels, end_timed, switch)
+    store = make_linear(kernels, "store")
+
+    @jit
+    def head(tid: int, nt: int, sync: int, phase: int, now: int, model: Any, step: Any, own: Any) -> Any:
+        counters = begin_phase(sync, phase, tid, nt)
+        final_norm(tid, nt, counters, model, step)
+        phase, now = end_timed(sync, phase, nt, step.profile, tid, FINAL_NORM, now)
+        counters = begin_phase(sync, phase, tid, nt)
+        store(tid, nt, counters, step.xn, step.xn_stride, step.num_logits, step.row_block, model.head_w, model.head_b,
+              model.vocab_pad // 32, model.hidden_pad // 32, step.logits, model.vocab_pad * 4, 128, own.sums)  # fmt: skip
+        return end_timed(sync, phase, nt, step.profile, tid, LM_HEAD, now)
+
+    @jit
+    def run(tid: int, nt: int, sync: int, phase: int, model: Any, layers: Any, step: Any, own: Any) -> Any:
+        now = cycle_counter()
+        # After the last barrier the caller may already write the next step's record: read it before.
+        num_logits = step.num_logits
+        switch(model.tiles_gemm)
+        counters = begin_phase(sync, phase, tid, nt)
+        if tid == 0:
+            plan_attention(model, step)
+        embed(tid, nt, counters, layers[0].attn_norm, model, step)
+        phase, now = end_timed(sync, phase, nt, step.profile, tid, EMBED, now)
+        for index in range(model.num_layers):
+            phase, now = attention_half(tid, nt, sync, phase, now, model, layers[index], step, own)
+            norm = layers[index + 1].attn_norm if index + 1 < model.num_layers else np.int64(0)
+            phase, now = mlp_half(tid, nt, sync, phase, now, norm, model, layers[index], step, own)
+        if num_logits > 0:
+            phase, now = head(tid, nt, sync, phase, now, model, step, own)
+        switch(0)
+        return phase
+
+    return run
+
+
+def make_forward(isa: Isa) -> Any:
+    """``team_main`` for an instruction set, not compiled yet.
+
+    ``team_main(tid, nt, sync, phase, models, layers, steps, owns, stay)`` runs one step and returns
+    the next phase number (tid -1: only wakes the team, to stop it); with ``stay`` it is a thread of the team, runs every step the caller
+    starts, and returns when the team is stopped.
+    """
+    kernels = build(isa)
+    end_timed, wait_step = _make_clock(kernels)
+    run = _make_step(kernels, end_timed)
+    start_step = make_waiting(kernels)[2]
+
+    def team_main(
+        tid: int, nt: int, sync: int, phase: int, models: Any, layers: Any, steps: Any, owns: Any, stay: bool
+    ) -> Any:
+        number = 0
+        while True:
+            if stay:
+                number += 1
+                if not wait_step(sync, number):
+                    return phase
+            else:
+                start_step(sync)
+                if tid < 0:
+                    return phase
+            phase = run(tid, nt, sync, phase, models[0], layers, steps[0], owns[tid])
+            if not stay:
+                return phase
+
+    return team_main

@@ -1,0 +1,71 @@
+"""A linear layer as one phase of the step: claim a panel, run tiles over rows, finish each tile.
+
+Weights are packed once into panels of 32 columns (``packing.py``); a panel is read front to back.
+An item is one panel times one block of rows. The block is chosen so that its activations stay in
+the second-level cache while the panels pass by (``row_block``); with fewer rows than that there is
+one block and the weights are read exactly once, which is the limit of decoding: bytes of weights
+over memory bandwidth.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from worker_proc.kernels.cpu.epilogue import SCRATCH_ROW_BYTES
+from worker_proc.kernels.cpu.kernels import KernelSet, jit
+from worker_proc.kernels.cpu.team import next_item
+from worker_proc.kernels.cpu.tiles import STEP_BYTES
+
+W_STEP = 2 * STEP_BYTES
+ACTIVATION_BYTES = 1 << 20
+"""Activations of a row block: half of a 2 MiB second-level cache."""
+
+
+def row_block(inner: int) -> int:
+    """Rows of a block for ``inner`` inputs: a multiple of 32 between 32 and 512."""
+    return max(32, min(512, ACTIVATION_BYTES // (2 * inner) // 32 * 32))
+
+
+def make_linear(kernels: KernelSet, mode: str) -> Any:
+    """``linear(tid, nt, counters, x, ldx, num_rows, block, w, bias, num_panels, steps, out, ldo, panel_out, sums)``.
+
+    ``panel_out``: bytes between the outputs of neighbouring panels; ``sums``: this thread's scratch.
+    """
+    dot_rows, dot_rows_first = kernels.dot_rows, kernels.dot_rows_first
+    epilogue = kernels.epilogues[mode]
+
+    @jit
+    def panel(
+        x: int, ldx: int, rows: int, w: int, bias: int, steps: int, out: int, ldo: int, sums: int
+    ) -> None:
+        row = 0
+        while row < rows:
+            left = rows - row
+            at = x + row * ldx
+            if row == 0:
+                done = dot_rows_first(left, at, ldx, w, w + STEP_BYTES, steps, W_STEP, sums, SCRATCH_ROW_BYTES)
+            else:
+                done = dot_rows(left, at, ldx, w, w + STEP_BYTES, steps, W_STEP, sums, SCRATCH_ROW_BYTES)
+            epilogue(sums, min(done, left), bias, out + row * ldo, ldo)
+            row += done
+
+    @jit
+    def linear(
+        tid: int, nt: int, counters: int, x: int, ldx: int, num_rows: int, block: int, w: int, bias: int,
+        num_panels: int, steps: int, out: int, ldo: int, panel_out: int, sums: int,
+    ) -> None:  # fmt: skip
+        num_blocks = (num_rows + block - 1) // block
+        victim = 0
+        while True:
+            item, victim = next_item(counters, tid, nt, num_panels * num_blocks, victim)
+            if item < 0:
+                break
+            first = item // num_panels * block
+            index = item % num_panels
+            panel_bias = bias + index * 128 if bias != 0 else 0
+            panel(
+                x + first * ldx, ldx, min(block, num_rows - first), w + index * steps * W_STEP, panel_bias,
+                steps, out + first * ldo + index * panel_out, ldo, sums,
+            )  # fmt: skip
+
+    return linear

@@ -1,0 +1,96 @@
+"""Which vector instructions the kernels use on this machine.
+
+The kernels are written once over 16-lane float32 vectors; LLVM splits them where registers are
+narrower (two on AVX2, four on NEON). What differs between machines is only how a dot product of
+bf16 pairs is made, and how many rows a register tile holds; an :class:`Isa` says both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ARCH_REQ_XCOMP_PERM = 0x1023
+XFEATURE_XTILEDATA = 18
+X86_64_ARCH_PRCTL = 158
+
+
+@dataclass(frozen=True, slots=True)
+class Isa:
+    """One way of generating the kernels."""
+
+    name: str
+    dot: str
+    """How bf16 pairs are multiplied: ``amx`` (tiles), ``vdpbf16ps``, or ``fma`` (widen to float32)."""
+    row_tiles: tuple[int, ...]
+    """Rows of the register tiles, descending, the last 1. With AMX: (32, 16), the last padded."""
+    native_bf16_store: bool
+    """The machine rounds float32 to bf16 in one instruction."""
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows a tile kernel computes at once."""
+        return self.row_tiles[0]
+
+
+AMX = Isa("amx_bf16", "amx", (32, 16), True)
+AVX512_BF16 = Isa("avx512_bf16", "vdpbf16ps", (12, 8, 4, 3, 2, 1), True)
+AVX512 = Isa("avx512", "fma", (8, 4, 3, 2, 1), False)
+AVX2 = Isa("avx2", "fma", (2, 1), False)
+NEON = Isa("neon", "fma", (3, 2, 1), False)
+
+ALL = (AMX, AVX512_BF16, AVX512, AVX2, NEON)
+
+
+def candidates(features: Mapping[str, bool], machine: str) -> list[Isa]:
+    """The sets a CPU with these LLVM feature names can run, fastest first."""
+
+    def has(*names: str) -> bool:
+        return all(features.get(name, False) for name in names)
+
+    if machine in ("aarch64", "arm64"):
+        return [NEON] if has("neon") else []
+    found = []
+    avx512 = has("avx512f", "avx512bw", "avx512vl", "avx512dq")
+    if avx512 and has("avx512bf16", "amx-tile", "amx-bf16"):
+        found.append(AMX)
+    if avx512 and has("avx512bf16"):
+        found.append(AVX512_BF16)
+    if avx512:
+        found.append(AVX512)
+    if has("avx2", "fma"):
+        found.append(AVX2)
+    return found
+
+
+def request_amx() -> bool:
+    """Ask Linux for the tile registers, for this process and threads made later.
+
+    Linux hands them out on request only, because they make every context 8 KiB larger. Asking
+    again is harmless. False when the kernel refuses (too old, or not permitted).
+    """
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    return bool(libc.syscall(X86_64_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0)
+
+
+def detect(allowed: tuple[str, ...] = ()) -> Isa | str:
+    """The fastest set this machine runs, or the reason why there is none.
+
+    ``allowed`` restricts the choice to these names (tests compare the sets with each other).
+    """
+    from llvmlite import binding
+
+    if platform.system() != "Linux":
+        return f"the CPU fast path needs Linux (futex); this is {platform.system()}"
+    found = candidates(binding.get_host_cpu_features(), platform.machine())
+    if allowed:
+        found = [isa for isa in found if isa.name in allowed]
+    for isa in found:
+        if isa.dot != "amx" or request_amx():
+            return isa
+    wanted = f" among {', '.join(allowed)}" if allowed else ""
+    return f"no vector instruction set{wanted} for the CPU fast path on this {platform.machine()} processor"

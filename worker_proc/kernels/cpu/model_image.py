@@ -1,0 +1,124 @@
+"""A model in the form the compiled forward reads: packed weights, tables and their records."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from worker_proc.kernels.cpu.arch import Decoder, Layer
+from worker_proc.kernels.cpu.isa import Isa
+from worker_proc.kernels.cpu.layout import LAYER, MODEL, pad32
+from worker_proc.kernels.cpu.packing import Arena, interleave_gate_up, pack_panels, pad_heads, padded
+from worker_proc.kernels.cpu.tiles import tile_config
+
+
+def _positions_table(frequencies: NDArray[np.float32], scaling: float, count: int) -> NDArray[np.float32]:
+    """[count, 2, head_dim / 2] cosines and sines, in float32 as transformers computes them."""
+    angles = np.outer(np.arange(count, dtype=np.float32), frequencies)
+    return np.stack([np.cos(angles) * np.float32(scaling), np.sin(angles) * np.float32(scaling)], axis=1)
+
+
+def _vector(values: torch.Tensor, size: int) -> NDArray[np.float32]:
+    out = np.zeros(size, np.float32)
+    out[: values.numel()] = values.detach().float().numpy()
+    return out
+
+
+class ModelImage:
+    """Weights of a :class:`Decoder` packed into one arena, and the records that point to them.
+
+    The tensors of the decoder are not needed afterwards, except for the embedding, which is read
+    where it is. A tied head is packed on its own, so it takes memory twice.
+    """
+
+    def __init__(self, decoder: Decoder, page_size: int, isa: Isa) -> None:
+        self.decoder = decoder
+        self.head_pad = pad32(decoder.head_dim)
+        self.hidden_pad, self.inner_pad = pad32(decoder.hidden), pad32(decoder.inner)
+        self.vocab_pad = pad32(decoder.vocab)
+        self.page_bytes = 2 * decoder.num_kv_heads * page_size * self.head_pad * 2
+        """Bytes of a page in one layer: K and V."""
+        self._keep: list[Any] = []
+        self._arena = Arena(self._arena_bytes(), "packed weights")
+        self.models = np.zeros(1, MODEL)
+        self.layers = np.zeros(len(decoder.layers), LAYER)
+        ropes = {}
+        for kind, (freq, scale) in decoder.ropes.items():
+            ropes[kind] = self._hold(_positions_table(freq, scale, decoder.max_positions))
+        for record, layer in zip(self.layers, decoder.layers, strict=True):
+            self._fill_layer(record, layer)
+            record["rope"] = ropes[layer.rope]
+        self._fill_model(page_size, isa)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of packed weights and of the embedding."""
+        return self._arena.used + self.decoder.embedding.numel() * 2
+
+    def _arena_bytes(self) -> int:
+        d = self.decoder
+        q_rows, kv_rows = d.num_heads * self.head_pad, d.num_kv_heads * self.head_pad
+        layer = self.hidden_pad * (2 * q_rows + 2 * kv_rows + 3 * self.inner_pad)
+        return 2 * (layer * len(d.layers) + self.hidden_pad * self.vocab_pad) + 4096 * (len(d.layers) + 1)
+
+    def _hold(self, values: NDArray[Any]) -> int:
+        """Keep a small array alive; its address."""
+        self._keep.append(values)
+        return int(values.ctypes.data)
+
+    def _weights(self, weight: torch.Tensor, rows: int, columns: int) -> int:
+        return self._arena.put(pack_panels(padded(weight.detach(), rows, columns)))
+
+    def _bias(self, bias: torch.Tensor | None, size: int) -> int:
+        return 0 if bias is None else self._hold(_vector(bias, size))
+
+    def _norm(self, weight: torch.Tensor | None, size: int) -> int:
+        return 0 if weight is None else self._hold(_vector(weight, size))
+
+    def _fill_layer(self, record: Any, layer: Layer) -> None:
+        d = self.decoder
+        heads = [(layer.q, d.num_heads), (layer.k, d.num_kv_heads), (layer.v, d.num_kv_heads)]
+        columns = (d.num_heads + 2 * d.num_kv_heads) * self.head_pad
+        qkv = torch.cat([pad_heads(m.weight.detach(), n, d.head_dim) for m, n in heads])
+        record["qkv_w"] = self._weights(qkv, columns, self.hidden_pad)
+        if layer.q.bias is not None:
+            biases = [pad_heads(m.bias.detach(), n, d.head_dim) for m, n in heads]
+            record["qkv_b"] = self._bias(torch.cat(biases), columns)
+        # Attention's output has padded heads, so its weight has zero columns there.
+        o = pad_heads(layer.o.weight.detach().T.contiguous(), d.num_heads, d.head_dim).T
+        record["o_w"] = self._weights(o, self.hidden_pad, d.num_heads * self.head_pad)
+        record["o_b"] = self._bias(layer.o.bias, self.hidden_pad)
+        gate, up = (padded(m.weight.detach(), self.inner_pad, self.hidden_pad) for m in (layer.gate, layer.up))
+        record["gate_up_w"] = self._arena.put(pack_panels(interleave_gate_up(gate, up)))
+        if layer.gate.bias is not None:
+            pair = [torch.from_numpy(_vector(m.bias, self.inner_pad)) for m in (layer.gate, layer.up)]
+            record["gate_up_b"] = self._hold(interleave_gate_up(*pair).numpy())
+        record["down_w"] = self._weights(layer.down.weight, self.hidden_pad, self.inner_pad)
+        record["down_b"] = self._bias(layer.down.bias, self.hidden_pad)
+        for name in ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm"):
+            record[name] = self._norm(getattr(layer, name), self.hidden_pad)
+        for name in ("q_norm", "k_norm"):
+            record[name] = self._norm(getattr(layer, name), self.head_pad)
+        record["window"] = layer.window
+
+    def _fill_model(self, page_size: int, isa: Isa) -> None:
+        d, m = self.decoder, self.models[0]
+        for name in ("hidden", "num_heads", "num_kv_heads", "head_dim", "vocab", "embed_scale", "norm_eps"):
+            m[name] = getattr(d, name)
+        for name in ("hidden_pad", "head_pad", "inner_pad", "vocab_pad", "page_bytes"):
+            m[name] = getattr(self, name)
+        m["num_layers"], m["page_size"], m["gelu"] = len(d.layers), page_size, int(d.gelu)
+        m["post_norms"] = int(d.layers[0].attn_post_norm is not None)
+        m["head_eps"], m["score_scale"] = d.norm_eps, d.score_scale / math.log(2)
+        embedding = d.embedding.contiguous().view(torch.int16).numpy()
+        m["embedding"] = self._hold(embedding)
+        m["final_norm"] = self._norm(d.final_norm, self.hidden_pad)
+        m["head_w"] = self._weights(d.head.weight, self.vocab_pad, self.hidden_pad)
+        m["head_b"] = self._bias(d.head.bias, self.vocab_pad)
+        if isa.dot == "amx":
+            for name, attention in (("tiles_gemm", False), ("tiles_attention", True)):
+                m[name] = self._hold(np.frombuffer(tile_config(attention), np.uint8))

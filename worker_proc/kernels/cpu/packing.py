@@ -1,0 +1,98 @@
+"""Weights into panels, once at start-up.
+
+A panel is 32 output columns: for each step of 32 inputs two column blocks of 1 KiB,
+``[16 pairs][16 columns][2]`` bf16 (see ``tiles.py``). Everything a step needs of a panel is thus
+read front to back, which is what the memory system likes most.
+
+All panels lie in one arena of 2 MiB pages: a decode step touches every weight, and with 4 KiB pages
+it would also miss the address cache for every 4 KiB.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from worker_proc.kernels.cpu.layout import pad32
+
+HUGE_PAGE = 1 << 21
+
+
+def huge_buffer(num_bytes: int, what: str) -> NDArray[np.uint8]:
+    """Zeroed memory aligned to 2 MiB, on huge pages where the system grants them.
+
+    Raises MemoryError naming ``what`` and the size. The memory is returned when the array dies.
+    """
+    try:
+        region = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(f"cannot map {num_bytes / 2**20:.0f} MiB for {what}: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            region.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without transparent huge pages; slower, not wrong
+            pass
+    whole = np.frombuffer(region, np.uint8)
+    start = -whole.ctypes.data % HUGE_PAGE
+    return whole[start : start + num_bytes]
+
+
+def padded(weight: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The matrix with zeros up to [rows, columns]."""
+    if weight.shape == (rows, columns):
+        return weight
+    out = weight.new_zeros((rows, columns))
+    out[: weight.shape[0], : weight.shape[1]] = weight
+    return out
+
+
+def pack_panels(weight: torch.Tensor) -> NDArray[np.uint16]:
+    """[N, K] bf16 (N, K multiples of 32) to flat panels, as bf16 bits."""
+    n, k = weight.shape
+    view = weight.contiguous().view(torch.int16).view(n // 32, 2, 16, k // 32, 16, 2)
+    return view.permute(0, 3, 1, 4, 2, 5).contiguous().view(-1).numpy().view(np.uint16)
+
+
+def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """[I, ...] twice to [2I, ...]: 16 gate rows, 16 up rows, and so on, so that a panel has both."""
+    size = gate.shape[0]
+    parts = [t.view(size // 16, 16, *t.shape[1:]) for t in (gate, up)]
+    return torch.stack(parts, 1).reshape(2 * size, *gate.shape[1:])
+
+
+def pad_heads(weight: torch.Tensor, num_heads: int, head_dim: int) -> torch.Tensor:
+    """[heads * head_dim, ...] with each head padded to a multiple of 32 rows."""
+    head_pad = pad32(head_dim)
+    if head_pad == head_dim:
+        return weight
+    out = weight.new_zeros((num_heads, head_pad, *weight.shape[1:]))
+    out[:, :head_dim] = weight.view(num_heads, head_dim, *weight.shape[1:])
+    return out.view(num_heads * head_pad, *weight.shape[1:])
+
+
+class Arena:
+    """One buffer from which arrays are cut in order, 64-byte aligned."""
+
+    def __init__(self, num_bytes: int, what: str) -> None:
+        self._buffer = huge_buffer(num_bytes, what)
+        self._used = 0
+
+    @property
+    def used(self) -> int:
+        """Bytes handed out."""
+        return self._used
+
+    def put(self, values: NDArray[Any]) -> int:
+        """Copy an array in; its address."""
+        flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        end = self._used + flat.size
+        if end > self._buffer.size:
+            raise MemoryError(f"the weight arena of {self._buffer.size} bytes is too small for {end}")
+        self._buffer[self._used : end] = flat
+        address = int(self._buffer.ctypes.data) + self._used
+        self._used = -(-end // 64) * 64
+        return address

@@ -1,0 +1,210 @@
+"""What is done row by row: embedding, RMS norms, rotary embedding, writing K and V to their pages."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from worker_proc.kernels.cpu.kernels import KernelSet, jit
+from worker_proc.kernels.cpu.layout import BLOCK_TOKENS
+from worker_proc.kernels.cpu.scalar import bf16_to_f32, f32_pointer, f32_to_bf16, i32_pointer, u16_pointer
+from worker_proc.kernels.cpu.team import next_item
+
+ROWS_PER_ITEM = 4
+
+
+@jit
+def embed_row(table: int, token: int, hidden: int, hidden_pad: int, scale: Any, out: int) -> None:
+    """out[:hidden] = float32(embedding[token]) * scale; padding 0."""
+    row = carray(u16_pointer(table + token * hidden * 2), (hidden,))
+    x = carray(f32_pointer(out), (hidden_pad,))
+    for i in range(hidden):
+        x[i] = bf16_to_f32(row[i]) * scale
+    for i in range(hidden, hidden_pad):
+        x[i] = np.float32(0)
+
+
+def make_norms(kernels: KernelSet) -> tuple[Any, Any]:
+    """(norm_row, add_normed_row)."""
+    sum_squares, scale_to_bf16, scale_add = kernels.sum_squares, kernels.scale_to_bf16, kernels.scale_add
+
+    @jit
+    def rms_factor(x: int, width: int, pad: int, eps: Any) -> Any:
+        mean = sum_squares(x, pad) / np.float32(width)
+        return np.float32(1) / np.float32(math.sqrt(mean + eps))
+
+    @jit
+    def norm_row(x: int, w: int, width: int, pad: int, eps: Any, out: int) -> None:
+        """out (bf16) = x / rms(x) * w."""
+        scale_to_bf16(x, rms_factor(x, width, pad, eps), w, pad, out)
+
+    @jit
+    def normed_row(x: int, w: int, width: int, pad: int, eps: Any, out: int, add: int) -> None:
+        """out (float32) = add * out + x / rms(x) * w; out may be x."""
+        scale_add(x, rms_factor(x, width, pad, eps), w, pad, out, add)
+
+    return norm_row, normed_row
+
+
+@jit
+def rotate(x: int, table: int, half: int) -> None:
+    """Rotary embedding of one head in place: pairs (i, i + half), cosines then sines in ``table``."""
+    v = carray(f32_pointer(x), (2 * half,))
+    trig = carray(f32_pointer(table), (2 * half,))
+    for i in range(half):
+        a, b, c, s = v[i], v[half + i], trig[i], trig[half + i]
+        v[i] = a * c - b * s
+        v[half + i] = b * c + a * s
+
+
+@jit
+def write_key(k: int, block: int, slot: int, head_pad: int) -> None:
+    """Round a head's key to bf16 and put it into column ``slot`` of a K block."""
+    v = carray(f32_pointer(k), (head_pad,))
+    out = carray(i32_pointer(block), (head_pad // 2, BLOCK_TOKENS))
+    for i in range(head_pad // 2):
+        low, high = np.int32(f32_to_bf16(v[2 * i])), np.int32(f32_to_bf16(v[2 * i + 1]))
+        out[i, slot] = low | (high << np.int32(16))
+
+
+@jit
+def write_value(v: int, block: int, slot: int, head_pad: int) -> None:
+    """Round a head's value to bf16 and put it into token ``slot`` of a V block."""
+    x = carray(f32_pointer(v), (head_pad // 16, 16))
+    out = carray(u16_pointer(block), (head_pad // 16, BLOCK_TOKENS // 2, 16, 2))
+    for column in range(head_pad // 16):
+        for lane in range(16):
+            out[column, slot // 2, lane, slot % 2] = f32_to_bf16(x[column, lane])
+
+
+@jit
+def clear_values(block: int, slot: int, head_pad: int) -> None:
+    """Zero the tokens from ``slot`` on: whatever an earlier owner of the page left there (a NaN, say)
+    must not reach a sum through a probability of 0."""
+    out = carray(u16_pointer(block), (head_pad // 16, BLOCK_TOKENS // 2, 16, 2))
+    for token in range(slot, BLOCK_TOKENS):
+        for column in range(head_pad // 16):
+            for lane in range(16):
+                out[column, token // 2, lane, token % 2] = np.uint16(0)
+
+
+@jit
+def block_address(kv: int, page: int, offset: int, head: int, model: Any) -> Any:
+    """Address of the K block of a kv head that holds token ``offset`` of a page."""
+    blocks = model.page_size // BLOCK_TOKENS
+    return kv + page * model.page_bytes + (head * blocks + offset // BLOCK_TOKENS) * model.head_pad * 32
+
+
+def make_rope(kernels: KernelSet) -> Any:
+    """``rope(tid, nt, counters, model, layer, step)``: q to bf16, K and V to pages, for all tokens."""
+    _, normed_row = make_norms(kernels)
+
+    @jit
+    def prepare(x: int, norm: int, table: int, model: Any) -> None:
+        if norm != 0:
+            normed_row(x, norm, model.head_dim, model.head_pad, model.norm_eps, x, 0)
+        rotate(x, table, model.head_dim // 2)
+
+    @jit
+    def queries(qkv: int, q: int, norm: int, table: int, model: Any) -> None:
+        for head in range(model.num_heads):
+            x = qkv + head * model.head_pad * 4
+            prepare(x, norm, table, model)
+            v = carray(f32_pointer(x), (model.head_pad,))
+            out = carray(u16_pointer(q + head * model.head_pad * 2), (model.head_pad,))
+            for i in range(model.head_pad):
+                out[i] = f32_to_bf16(v[i])
+
+    @jit
+    def keys_values(qkv: int, position: int, page: int, clear: bool, table: int, model: Any, layer: Any) -> None:
+        offset = position % model.page_size
+        slot = offset % BLOCK_TOKENS
+        for head in range(model.num_kv_heads):
+            k = qkv + (model.num_heads + head) * model.head_pad * 4
+            prepare(k, layer.k_norm, table, model)
+            block = block_address(layer.kv, page, offset, head, model)
+            write_key(k, block, slot, model.head_pad)
+            v_block = block + model.page_bytes // 2
+            write_value(k + model.num_kv_heads * model.head_pad * 4, v_block, slot, model.head_pad)
+            if clear:
+                clear_values(v_block, slot + 1, model.head_pad)
+
+    @jit
+    def one_token(token: int, model: Any, layer: Any, step: Any) -> None:
+        position = carray(i32_pointer(step.positions), (step.num_tokens,))[token]
+        seq = carray(i32_pointer(step.seq_of), (step.num_tokens,))[token]
+        starts = carray(i32_pointer(step.query_start), (step.num_seqs + 1,))
+        pages = carray(i32_pointer(step.page_table), (step.num_seqs, step.table_width))
+        # The last token of a chunk clears the rest of a block that this step began.
+        last = token + 1 == starts[seq + 1]
+        clear = last and token - position % BLOCK_TOKENS >= starts[seq]
+        qkv = step.qkv + token * step.qkv_stride
+        table = layer.rope + position * (model.head_dim // 2) * 8
+        queries(qkv, step.q + token * step.q_stride, layer.q_norm, table, model)
+        keys_values(qkv, position, pages[seq, position // model.page_size], clear, table, model, layer)
+
+    @jit
+    def rope(tid: int, nt: int, counters: int, model: Any, layer: Any, step: Any) -> None:
+        victim = 0
+        items = (step.num_tokens + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM
+        while True:
+            item, victim = next_item(counters, tid, nt, items, victim)
+            if item < 0:
+                break
+            for token in range(item * ROWS_PER_ITEM, min(step.num_tokens, (item + 1) * ROWS_PER_ITEM)):
+                one_token(token, model, layer, step)
+
+    return rope
+
+
+def make_row_phases(kernels: KernelSet) -> tuple[Any, Any, Any]:
+    """(embed, next_norm, final_norm): phases over rows."""
+    norm_row, normed_row = make_norms(kernels)
+
+    @jit
+    def embed_and_norm(row: int, norm: int, model: Any, step: Any) -> None:
+        token = carray(i32_pointer(step.ids), (step.num_tokens,))[row]
+        x = step.x + row * step.x_stride
+        embed_row(model.embedding, token, model.hidden, model.hidden_pad, model.embed_scale, x)
+        norm_row(x, norm, model.hidden, model.hidden_pad, model.norm_eps, step.xn + row * step.xn_stride)
+
+    @jit
+    def embed(tid: int, nt: int, counters: int, norm: int, model: Any, step: Any) -> None:
+        victim = 0
+        while True:
+            row, victim = next_item(counters, tid, nt, step.num_tokens, victim)
+            if row < 0:
+                break
+            embed_and_norm(row, norm, model, step)
+
+    @jit
+    def next_norm(tid: int, nt: int, counters: int, post: int, norm: int, model: Any, step: Any) -> None:
+        """x += rms_norm(y) * post where there is such a norm; xn = rms_norm(x) * norm unless norm is 0."""
+        victim = 0
+        while True:
+            row, victim = next_item(counters, tid, nt, step.num_tokens, victim)
+            if row < 0:
+                break
+            x = step.x + row * step.x_stride
+            if post != 0:
+                y = step.y + row * step.x_stride
+                normed_row(y, post, model.hidden, model.hidden_pad, model.norm_eps, x, 1)
+            if norm != 0:
+                norm_row(x, norm, model.hidden, model.hidden_pad, model.norm_eps, step.xn + row * step.xn_stride)
+
+    @jit
+    def final_norm(tid: int, nt: int, counters: int, model: Any, step: Any) -> None:
+        """xn[i] = rms_norm(x[logit_rows[i]]) * final_norm."""
+        rows = carray(i32_pointer(step.logit_rows), (step.num_logits,))
+        victim = 0
+        while True:
+            i, victim = next_item(counters, tid, nt, step.num_logits, victim)
+            if i < 0:
+                break
+            x = step.x + rows[i] * step.x_stride
+            norm_row(x, model.final_norm, model.hidden, model.hidden_pad, model.head_eps, step.xn + i * step.xn_stride)
+
+    return embed, next_norm, final_norm

@@ -1,0 +1,138 @@
+"""Scalar intrinsics: bf16 bits, typed views of addresses, atomics, waiting.
+
+Numba has no bfloat16; the kernels hold it as uint16 bits and widen by a shift.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.ir as ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from worker_proc.kernels.cpu.vector_ir import F32, I16, I32, I64, PTR, VOID
+
+
+@intrinsic  # type: ignore[misc]
+def bf16_to_f32(tc: Any, bits: Any) -> Any:
+    """Widen bf16 bits to float32 (exact)."""
+
+    def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.bitcast(b.shl(b.zext(args[0], I32), ir.Constant(I32, 16)), F32)
+
+    return types.float32(types.uint16), emit
+
+
+@intrinsic  # type: ignore[misc]
+def f32_to_bf16(tc: Any, value: Any) -> Any:
+    """Round float32 to the nearest even bf16 bits. NaN is not treated apart."""
+
+    def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        u = b.bitcast(args[0], I32)
+        odd = b.and_(b.lshr(u, ir.Constant(I32, 16)), ir.Constant(I32, 1))
+        rounded = b.add(b.add(u, ir.Constant(I32, 0x7FFF)), odd)
+        return b.trunc(b.lshr(rounded, ir.Constant(I32, 16)), I16)
+
+    return types.uint16(types.float32), emit
+
+
+def _pointer_intrinsic(element: Any) -> Any:
+    @intrinsic  # type: ignore[misc]
+    def cast(tc: Any, address: Any) -> Any:
+        pointer = types.CPointer(element)
+
+        def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            return b.inttoptr(args[0], ctx.get_value_type(pointer))
+
+        return pointer(types.int64), emit
+
+    return cast
+
+
+f32_pointer = _pointer_intrinsic(types.float32)
+u16_pointer = _pointer_intrinsic(types.uint16)
+i32_pointer = _pointer_intrinsic(types.int32)
+i64_pointer = _pointer_intrinsic(types.int64)
+
+
+def _pointer(b: Any, address: Any) -> Any:
+    return b.inttoptr(address, I64.as_pointer())
+
+
+@intrinsic  # type: ignore[misc]
+def atomic_add(tc: Any, address: Any, value: Any) -> Any:
+    """Add to an int64 in memory, sequentially consistent; the old value."""
+
+    def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.atomic_rmw("add", _pointer(b, args[0]), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic  # type: ignore[misc]
+def atomic_load(tc: Any, address: Any) -> Any:
+    """Read an int64 with acquire order."""
+
+    def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.load_atomic(_pointer(b, args[0]), "acquire", 8)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic  # type: ignore[misc]
+def atomic_store(tc: Any, address: Any, value: Any) -> Any:
+    """Write an int64 with release order."""
+
+    def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        b.store_atomic(args[1], _pointer(b, args[0]), "release", 8)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic  # type: ignore[misc]
+def cycle_counter(tc: Any) -> Any:
+    """The processor's cycle counter."""
+
+    def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        fn = cgutils.get_or_insert_function(b.module, ir.FunctionType(I64, []), "llvm.readcyclecounter")
+        return b.call(fn, [])
+
+    return types.int64(), emit
+
+
+def make_pause(machine: str) -> Any:
+    """An intrinsic that tells the core it is spinning."""
+    name = "llvm.x86.sse2.pause" if machine == "x86_64" else "llvm.aarch64.hint"
+
+    @intrinsic  # type: ignore[misc]
+    def pause(tc: Any) -> Any:
+        def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            values = [] if machine == "x86_64" else [ir.Constant(I32, 1)]
+            kind = ir.FunctionType(VOID, [v.type for v in values])
+            b.call(cgutils.get_or_insert_function(b.module, kind, name), values)
+            return ctx.get_dummy_value()
+
+        return types.void(), emit
+
+    return pause
+
+
+def make_futex(machine: str) -> Any:
+    """``futex(address, operation, value)``: Linux's wait and wake on an int32 in memory."""
+    number = 202 if machine == "x86_64" else 98
+
+    @intrinsic  # type: ignore[misc]
+    def futex(tc: Any, address: Any, operation: Any, value: Any) -> Any:
+        def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            kind = ir.FunctionType(I64, [I64], var_arg=True)
+            fn = cgutils.get_or_insert_function(b.module, kind, "syscall")
+            zero = ir.Constant(I64, 0)
+            pointer = b.inttoptr(args[0], PTR)
+            return b.call(fn, [ir.Constant(I64, number), pointer, args[1], args[2], zero, zero, zero])
+
+        return types.int64(types.int64, types.int64, types.int64), emit
+
+    return futex

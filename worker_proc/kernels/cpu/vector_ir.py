@@ -1,0 +1,163 @@
+"""Helpers that emit LLVM vector code inside Numba intrinsics.
+
+Everything is 16 lanes of float32, one AVX-512 register; LLVM splits the vectors where registers
+are narrower. Addresses are plain int64, as in the kernels that use these helpers: a kernel is a
+few loops around loads, and types would only be cast back and forth.
+
+The emitted arithmetic carries no fast-math flags, so LLVM keeps its order. That is what makes a
+row's result independent of the tile it was computed in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.ir as ir
+import numpy as np
+from numba.core import cgutils
+
+from worker_proc.kernels.cpu.isa import Isa
+
+LANES = 16
+
+
+class BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's ``bfloat``, which llvmlite has no class for."""
+
+    null = "zeroinitializer"
+    intrinsic_name = "bf16"
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
+
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F32 = ir.FloatType()
+VOID = ir.VoidType()
+PTR = I8.as_pointer()
+V16F = ir.VectorType(F32, LANES)
+V16I = ir.VectorType(I32, LANES)
+V16H = ir.VectorType(I16, LANES)
+V16B = ir.VectorType(BFloat(), LANES)
+V32B = ir.VectorType(BFloat(), 2 * LANES)
+
+
+class VectorEmitter:
+    """An llvmlite builder with the vocabulary of our kernels."""
+
+    def __init__(self, builder: Any, isa: Isa) -> None:
+        self.b = builder
+        self.isa = isa
+
+    # ---- constants, addresses, memory
+
+    def i64(self, value: int) -> Any:
+        """A 64-bit integer constant."""
+        return ir.Constant(I64, value)
+
+    def vec(self, value: float) -> Any:
+        """A float32 constant in every lane."""
+        return ir.Constant(V16F, [float(np.float32(value))] * LANES)
+
+    def ivec(self, value: int) -> Any:
+        """An int32 constant in every lane."""
+        return ir.Constant(V16I, [value] * LANES)
+
+    def zero(self) -> Any:
+        """0.0 in every lane."""
+        return ir.Constant(V16F, None)
+
+    def at(self, base: Any, offset: Any, scale: int = 1) -> Any:
+        """The address ``base + offset * scale``; offset is a value or an int."""
+        if isinstance(offset, int):
+            return self.b.add(base, self.i64(offset * scale)) if offset else base
+        return self.b.add(base, self.b.mul(offset, self.i64(scale)) if scale != 1 else offset)
+
+    def load(self, address: Any, kind: Any, align: int = 4) -> Any:
+        """Load a ``kind`` from an integer address."""
+        return self.b.load(self.b.inttoptr(address, kind.as_pointer()), align=align)
+
+    def store(self, value: Any, address: Any, align: int = 4) -> None:
+        """Store a value at an integer address."""
+        self.b.store(value, self.b.inttoptr(address, value.type.as_pointer()), align=align)
+
+    def call(self, name: str, result: Any, *args: Any) -> Any:
+        """Call an LLVM intrinsic or a C function by name."""
+        kind = ir.FunctionType(result, [a.type for a in args])
+        return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), args)
+
+    def prefetch(self, address: Any, locality: int = 3) -> None:
+        """Ask for a cache line to be read (3: into L1, 2: into L2)."""
+        pointer = self.b.inttoptr(address, PTR)
+        flags = [ir.Constant(I32, v) for v in (0, locality, 1)]
+        self.call("llvm.prefetch.p0", VOID, pointer, *flags)
+
+    def splat(self, scalar: Any, kind: Any = V16F) -> Any:
+        """The scalar in every lane."""
+        undefined = ir.Constant(kind, ir.Undefined)
+        first = self.b.insert_element(undefined, scalar, ir.Constant(I32, 0))
+        return self.b.shuffle_vector(first, undefined, ir.Constant(V16I, [0] * LANES))
+
+    # ---- arithmetic
+
+    def fma(self, x: Any, y: Any, z: Any) -> Any:
+        """x * y + z, rounded once."""
+        return self.call("llvm.fma.v16f32", V16F, x, y, z)
+
+    def maximum(self, x: Any, y: Any) -> Any:
+        """The larger of two, lane by lane."""
+        return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
+
+    def exp2(self, x: Any) -> Any:
+        """2**x; relative error below 3e-6, exp2(0) exactly 1.
+
+        2**n by the exponent bits, 2**f (0 <= f < 1) by a polynomial whose constant term is
+        exactly 1. Were it 0.99999994, a running sum would be rescaled by a factor other than 1
+        whenever a row meets keys it cannot see, and the row's bits would depend on how it was
+        batched. Arguments are clamped to -126 .. 126.
+        """
+        x = self.maximum(x, self.vec(-126.0))
+        x = self.b.select(self.b.fcmp_ordered("<", x, self.vec(126.0)), x, self.vec(126.0))
+        whole = self.call("llvm.floor.v16f32", V16F, x)
+        part = self.b.fsub(x, whole)
+        p = self.vec(1.8775767e-3)
+        for c in (8.9893397e-3, 5.5826318e-2, 2.4015361e-1, 6.9315308e-1, 1.0):
+            p = self.fma(p, part, self.vec(c))
+        exponent = self.b.shl(self.b.add(self.b.fptosi(whole, V16I), self.ivec(127)), self.ivec(23))
+        return self.b.fmul(p, self.b.bitcast(exponent, V16F))
+
+    def sigmoid(self, x: Any) -> Any:
+        """1 / (1 + e**-x)."""
+        power = self.exp2(self.b.fmul(x, self.vec(-1.4426950408889634)))
+        return self.b.fdiv(self.vec(1.0), self.b.fadd(power, self.vec(1.0)))
+
+    def to_bf16(self, x: Any) -> Any:
+        """Round to nearest even bf16; 16 lanes of int16 bits."""
+        if self.isa.native_bf16_store:
+            return self.b.bitcast(self.call("llvm.x86.avx512bf16.cvtneps2bf16.512", V16B, x), V16H)
+        u = self.b.bitcast(x, V16I)
+        odd = self.b.and_(self.b.lshr(u, self.ivec(16)), self.ivec(1))
+        rounded = self.b.lshr(self.b.add(self.b.add(u, self.ivec(0x7FFF)), odd), self.ivec(16))
+        # A NaN must stay one: rounding could carry its mantissa into infinity.
+        nan = self.b.fcmp_unordered("uno", x, x)
+        return self.b.trunc(self.b.select(nan, self.ivec(0x7FC0), rounded), V16H)
+
+    def dot_pairs(self, acc: Any, x_pair: Any, w_pairs: Any) -> Any:
+        """acc[j] += x[0] * w[j, 0] + x[1] * w[j, 1] for 16 columns j.
+
+        ``x_pair``: the pair's 32 bits in every lane; ``w_pairs``: one pair of bf16 per lane, int32.
+        """
+        if self.isa.dot == "vdpbf16ps":
+            args = [self.b.bitcast(v, V32B) for v in (x_pair, w_pairs)]
+            return self.call("llvm.x86.avx512bf16.dpbf16ps.512", V16F, acc, *args)
+        high = self.ivec(-65536)
+        for part in (lambda v: self.b.shl(v, self.ivec(16)), lambda v: self.b.and_(v, high)):
+            x, w = (self.b.bitcast(part(v), V16F) for v in (x_pair, w_pairs))
+            acc = self.fma(x, w, acc)
+        return acc

@@ -1,0 +1,101 @@
+"""Buffers of a step: activations, scratch, the attention plan. They grow, and are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worker_proc.kernels.cpu.gemm import row_block
+from worker_proc.kernels.cpu.layout import (
+    ITEM_FIELDS,
+    ROW_PADDING,
+    STATE_FLOATS,
+    STEP,
+    row_bytes,
+    scratch_bytes,
+    scratch_records,
+)
+from worker_proc.kernels.cpu.model_image import ModelImage
+from worker_proc.kernels.cpu.packing import huge_buffer
+from worker_proc.runner import PackedBatch
+
+PARTIAL_BYTES = 16 << 20
+"""Room for the partial results of split contexts. Rows beyond it attend whole: same bits, less shared."""
+
+
+def _as_i32(values: Any) -> NDArray[np.int32]:
+    return np.ascontiguousarray(values, dtype=np.int32)
+
+
+class Workspace:
+    """The step record and everything it points to."""
+
+    def __init__(self, image: ModelImage, num_threads: int) -> None:
+        self._image = image
+        self.steps = np.zeros(1, STEP)
+        self._tokens = self._seqs = self._logit_rows = 0
+        self._buffers: dict[str, NDArray[np.uint8]] = {}
+        self.logits = np.zeros((0, image.vocab_pad), np.float32)
+        self._inputs: list[Any] = []
+        size = scratch_bytes(image.head_pad)
+        self._scratch = huge_buffer(num_threads * size, "thread scratch")
+        self.owns = scratch_records(int(self._scratch.ctypes.data), num_threads, image.head_pad)
+        d = image.decoder
+        step = self.steps[0]
+        slot = d.num_heads * (STATE_FLOATS + image.head_pad) * 4
+        step["partial_rows"] = max(64, PARTIAL_BYTES // slot)
+        step["partials"] = self._buffer("partials", int(step["partial_rows"]) * slot)
+        step["row_block"] = row_block(max(image.hidden_pad, d.num_heads * image.head_pad))
+        step["inner_row_block"] = row_block(image.inner_pad)
+        step["x_stride"] = row_bytes(image.hidden_pad, 4)
+        step["xn_stride"] = row_bytes(image.hidden_pad, 2)
+        step["qkv_stride"] = row_bytes((d.num_heads + 2 * d.num_kv_heads) * image.head_pad, 4)
+        step["q_stride"] = row_bytes(d.num_heads * image.head_pad, 2)
+        step["mlp_stride"] = row_bytes(image.inner_pad, 2)
+
+    def _buffer(self, name: str, num_bytes: int) -> int:
+        self._buffers[name] = huge_buffer(num_bytes, name)
+        return int(self._buffers[name].ctypes.data)
+
+    def _reserve(self, tokens: int, seqs: int, logit_rows: int) -> None:
+        step = self.steps[0]
+        if tokens > self._tokens:
+            self._tokens = max(64, tokens, min(2 * self._tokens, 4096))
+            rows = self._tokens + ROW_PADDING
+            widths = (("x", "x"), ("y", "x"), ("xn", "xn"), ("qkv", "qkv"), ("q", "q"), ("att", "q"), ("mlp", "mlp"))
+            for name, stride in widths:
+                step[name] = self._buffer(name, rows * int(step[f"{stride}_stride"]))
+            items = self._tokens + int(step["partial_rows"])
+            step["items"] = self._buffer("items", items * ITEM_FIELDS * 4)
+            for name in ("split_tokens", "split_base"):
+                step[name] = self._buffer(name, self._tokens * 4)
+        if seqs > self._seqs:
+            self._seqs = max(64, 2 * seqs)
+            step["counts"] = self._buffer("counts", 64)
+            step["split_order"] = self._buffer("split_order", self._seqs * 4)
+            step["split_start"] = self._buffer("split_start", (2 * self._seqs + 1) * 4)
+        if logit_rows > self._logit_rows:
+            self._logit_rows = max(16, logit_rows)
+            size = self._logit_rows * self._image.vocab_pad * 4
+            step["logits"] = self._buffer("logits", size)
+            self.logits = self._buffers["logits"].view(np.float32).reshape(-1, self._image.vocab_pad)
+
+    def load(self, batch: PackedBatch) -> None:
+        """Point the step record at a checked batch."""
+        num_tokens, num_seqs, num_logits = len(batch.ids), len(batch.context_lens), len(batch.logit_rows)
+        self._reserve(num_tokens, num_seqs, num_logits)
+        step = self.steps[0]
+        starts = _as_i32(batch.query_start)
+        seq_of = np.repeat(np.arange(num_seqs, dtype=np.int32), np.diff(starts))
+        columns = {
+            "ids": _as_i32(batch.ids), "positions": _as_i32(batch.positions), "query_start": starts,
+            "context_lens": _as_i32(batch.context_lens), "page_table": _as_i32(batch.page_table),
+            "logit_rows": _as_i32(batch.logit_rows), "seq_of": seq_of,
+        }  # fmt: skip
+        for name, values in columns.items():
+            step[name] = values.ctypes.data
+        step["num_tokens"], step["num_seqs"], step["num_logits"] = num_tokens, num_seqs, num_logits
+        step["table_width"] = columns["page_table"].shape[1]
+        self._inputs = list(columns.values())
