@@ -1,4 +1,4 @@
-"""The parsers by name."""
+"""Names of the parsers, and which one a chat template (``TokenizerReady.chat_template``) asks for."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.errors import ConfigError
-from common.tool_syntax import detect
 from gateway.tool_parsers.base import ToolParser
 from gateway.tool_parsers.envelope import HermesParser, Llama3JsonParser, MistralNamedParser, MistralParser
 from gateway.tool_parsers.harmony import HarmonyParser
 from gateway.tool_parsers.marked import DeepSeekV3Parser, DeepSeekV31Parser, KimiK2Parser
 from gateway.tool_parsers.pythonic import PythonicParser
 from gateway.tool_parsers.xml_like import Glm45Parser, Qwen3CoderParser
-
-__all__ = ["ALIASES", "FALLBACK", "PARSERS", "create", "detect", "resolve_name"]
 
 PARSERS: dict[str, type[ToolParser]] = {
     cls.name: cls
@@ -34,6 +31,30 @@ ALIASES = {
 
 FALLBACK = "hermes"
 """The syntax used where the template knows none: the widest spread, and made of plain text."""
+
+# The first line whose marks are all in the template decides; a template may contain several families' marks.
+_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("gpt-oss", ("<|channel|>", "<|start|>", "functions.")),
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
+    ("mistral_v11", ("[TOOL_CALLS]", "[ARGS]")),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("glm45", ("<arg_key>", "<tool_call>")),
+    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("hermes", ("<tool_call>",)),
+    ("pythonic", ("<|python_start|>",)),
+    ("pythonic", ("[func_name1(params_name1=",)),
+    ("llama3", ("<|python_tag|>",)),
+    ("llama3", ('"parameters": dictionary of argument name and its value',)),
+    ("llama3", ("<|start_header_id|>ipython",)),
+)
+
+
+def detect(chat_template: str) -> str:
+    """Name of the parser for a chat template's text; empty when it shows no tool-call syntax we know."""
+    return next((name for name, signs in _SIGNS if all(sign in chat_template for sign in signs)), "")
+
 
 def resolve_name(name: str) -> str:
     """The canonical name of a ``--tool-call-parser`` value. Raises ConfigError for an unknown one."""
