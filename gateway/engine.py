@@ -1,0 +1,320 @@
+"""The gateway's side of the engine's channels: submit, abort, resubmit, and dispatch what arrives.
+
+Everything runs on the event loop's thread. ZeroMQ's descriptor is edge triggered, so ``drain``
+reads until the inbox is empty; ``tick`` drains too, in case an edge was missed, and repeats what
+could not be sent: aborts until their ending arrives, resubmissions that met a full channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+import zlib
+from typing import Any
+
+from common.channels import Channels, Sender
+from common.config import ServerConfig
+from common.errors import RequestError
+from common.messages import (
+    Abort,
+    Control,
+    ControlReply,
+    DetokenizeIds,
+    EngineStatus,
+    ErrorInfo,
+    Finish,
+    GatewayLease,
+    Message,
+    Prompt,
+    Rejected,
+    TextBatch,
+    TextReply,
+    TextRow,
+    TokenizerReady,
+    TokenizeText,
+)
+from gateway.fleet import Fleet
+from gateway.metrics import GatewayMetrics
+from gateway.request import Delta, Exchange, OpenRequest
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+ABORT_REPEAT_S = 1.0
+LEASE_S = 1.0
+STALL_S = 60.0
+"""A client that takes nothing at all for this long while we have something for it is cut off."""
+REPLY_TIMEOUT_S = 30.0
+_MAX_GAPS = 3
+
+
+class Engine:
+    """The open requests of one gateway and the channels to the engine. One instance per process."""
+
+    def __init__(
+        self, channels: Channels, config: ServerConfig, gateway: str, metrics: GatewayMetrics, generation: int = 0
+    ) -> None:
+        self.config = config
+        self.gateway = gateway
+        self.metrics = metrics
+        self.open: dict[str, OpenRequest] = {}
+        self.exchanges: set[Exchange] = set()
+        self.fleet = Fleet(config.http.tokenizers)
+        self.model: TokenizerReady | None = None
+        """What a tokenizer said of the model; None until one is ready."""
+        self.draining = False
+        self.num_turns = 0
+        """Progress for the heartbeat."""
+        self.last_output = 0.0
+        """time.monotonic() of the last token of any request."""
+        self._generation = generation
+        self._inbox = channels.receiver(gateway)
+        self._tokenizers = [channels.sender(f"tokenizer-{i}") for i in range(config.http.tokenizers)]
+        self._scheduler = channels.sender("scheduler")
+        self._replies: dict[str, asyncio.Future[Any]] = {}
+        self._next_lease = 0.0
+
+    # ---------------------------------------------------------------- what a request may ask
+
+    def check_available(self) -> TokenizerReady:
+        """What is known of the model, if new requests can be taken now.
+
+        Raises:
+            RequestError: 503 with Retry-After: draining, starting, or a part does not answer.
+        """
+        if self.draining:
+            raise RequestError("the server is shutting down", status=503, code="draining", retry_after_s=5)
+        status = self.fleet.status
+        if self.model is None or status is None or not status.ready:
+            raise RequestError("the engine is not ready yet", status=503, code="not_ready", retry_after_s=1)
+        if not self.fleet.is_fresh(time.monotonic()):
+            raise RequestError("the engine does not answer", status=503, code="engine_silent", retry_after_s=1)
+        if status.draining:
+            raise RequestError("the server is shutting down", status=503, code="draining", retry_after_s=5)
+        return self.model
+
+    def submit(self, exchange: Exchange) -> None:
+        """Send every generation of an exchange to its tokenizer.
+
+        When the first does not fit into the channel nothing is sent; later ones wait for the next tick.
+
+        Raises:
+            RequestError: 503 (see ``check_available``; or the channel is full), 409 for a rid that is open.
+        """
+        self.check_available()
+        for record in exchange.records:
+            if record.rid in self.open:
+                raise RequestError(f"the rid {record.rid!r} is already in use", status=409, param="rid")
+        for position, record in enumerate(exchange.records):
+            record.tokenizer = zlib.crc32(record.rid.encode()) % len(self._tokenizers)
+            sent = self._tokenizers[record.tokenizer].send(record.generate)
+            if not sent and position == 0:
+                raise RequestError(
+                    "the server is overloaded: the tokenizer's queue is full",
+                    status=503,
+                    code="overloaded",
+                    retry_after_s=1,
+                )
+            record.unsent = not sent
+            self.open[record.rid] = record
+        self.exchanges.add(exchange)
+
+    def release(self, exchange: Exchange, reason: str = "client disconnected") -> None:
+        """The exchange is over: abort what of it still runs. Safe to call at any time."""
+        self.exchanges.discard(exchange)
+        for record in exchange.records:
+            if record.rid in self.open and record.finish is None and not record.aborting:
+                record.aborting = True
+                record.abort_reason = reason
+                self.metrics.num_aborted += 1
+                self._send_abort(record, time.monotonic())
+
+    async def control(self, action: Any, *, wait_s: float = REPLY_TIMEOUT_S, **fields: Any) -> ControlReply:
+        """Ask the scheduler for an operation; its answer. Raises RequestError 503 without one."""
+        request_id = secrets.token_hex(8)
+        message = Control(request_id=request_id, gateway=self.gateway, action=action, **fields)
+        reply: ControlReply = await self._ask(self._scheduler, request_id, message, "scheduler", wait_s)
+        return reply
+
+    async def tokenize(self, prompt: Prompt) -> TextReply:
+        """Ids (and rendered text) of a prompt. Raises RequestError as the tokenizer says."""
+        request_id = secrets.token_hex(8)
+        message = TokenizeText(request_id=request_id, gateway=self.gateway, prompt=prompt)
+        return await self._ask_tokenizer(request_id, message)
+
+    async def detokenize(self, ids: bytes) -> TextReply:
+        """Text of ids (int32 bytes). Raises RequestError as the tokenizer says."""
+        request_id = secrets.token_hex(8)
+        message = DetokenizeIds(request_id=request_id, gateway=self.gateway, ids=ids)
+        return await self._ask_tokenizer(request_id, message)
+
+    # ---------------------------------------------------------------- what arrives
+
+    def drain(self) -> None:
+        """Take in everything that has arrived."""
+        while messages := self._inbox.receive():
+            for message in messages:
+                self._take(message)
+        self.num_turns += 1
+
+    def tick(self, now: float) -> None:
+        """Do what time asks for: leases, repeated aborts, unsent resubmissions, stalled clients."""
+        self.drain()
+        if now >= self._next_lease:
+            self._next_lease = now + LEASE_S
+            self.send_lease()
+        for record in list(self.open.values()):
+            if record.aborting:
+                if now >= record.abort_at:
+                    self._send_abort(record, now)
+            elif record.unsent:
+                record.unsent = not self._tokenizers[record.tokenizer].send(record.message())
+        for exchange in list(self.exchanges):
+            if exchange.sending_since and now - exchange.sending_since > STALL_S and exchange.cut_off is not None:
+                exchange.leave()
+                exchange.cut_off()
+
+    def send_lease(self, *, closing: bool = False) -> None:
+        """Tell the scheduler that this gateway lives, and where. A full channel: the next one tells it."""
+        self._scheduler.send(
+            GatewayLease(
+                gateway=self.gateway, address=self._inbox.address, generation=self._generation, closing=closing
+            )
+        )
+
+    def fileno(self) -> int:
+        """The inbox's edge-triggered descriptor, for ``loop.add_reader``."""
+        return self._inbox.fileno()
+
+    def update_gauges(self) -> None:
+        """Bring the metrics' gauges up to date."""
+        self.metrics.num_open = len(self.open)
+        self.metrics.num_bad_frames = self._inbox.num_bad
+
+    # ---------------------------------------------------------------- inside
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, TextBatch):
+            for row in message.rows:
+                self._take_row(row)
+        elif isinstance(message, EngineStatus):
+            self._take_status(message)
+        elif isinstance(message, Rejected):
+            self._take_rejected(message)
+        elif isinstance(message, (TextReply, ControlReply)):
+            future = self._replies.pop(message.request_id, None)
+            if future is not None and not future.done():
+                future.set_result(message)
+        elif isinstance(message, TokenizerReady):
+            self.model = message
+
+    def _take_row(self, row: TextRow) -> None:
+        record = self.open.get(row.rid)
+        if record is None:
+            return
+        if record.aborting:
+            # Whatever attempt it ends: our Abort follows our last Generate through the same channels.
+            if row.finish is not None:
+                self._end(record, row.finish)
+            return
+        if row.attempt != record.attempt:
+            return
+        if record.has_gap(row):
+            self._heal(record)
+            return
+        accepted = record.accepted
+        delta = record.apply(row)
+        if row.ids:
+            self.last_output = time.monotonic()
+            self.metrics.num_output_tokens += len(row.ids) // 4
+        if record.finish is not None:
+            self._end(record, record.finish)
+        if delta is not None:
+            record.exchange.push(delta)
+        elif not accepted:
+            record.exchange.wake()
+
+    def _heal(self, record: OpenRequest) -> None:
+        """Something before a row never arrived: ask for everything again, a few times at most."""
+        record.num_gaps += 1
+        log.warning("%s: output is missing before id %d; submitting it again", record.rid, record.num_ids)
+        if record.num_gaps <= _MAX_GAPS:
+            self._resubmit(record)
+            return
+        error = ErrorInfo(status=500, message="part of the output was lost inside the server")
+        record.finish = Finish(reason="error", error=error)
+        record.exchange.push(Delta(record.choice, "", b"", [], [], record.finish))
+        record.aborting = True
+        record.abort_reason = "output lost"
+        self._send_abort(record, time.monotonic())
+
+    def _take_rejected(self, message: Rejected) -> None:
+        record = self.open.get(message.rid)
+        if record is None or (message.attempt != record.attempt and not record.aborting):
+            return
+        finish = Finish(reason="error", error=message.error)
+        record.finish = finish
+        self._end(record, finish)
+        record.exchange.push(Delta(record.choice, "", b"", [], [], finish))
+
+    def _end(self, record: OpenRequest, finish: Finish) -> None:
+        del self.open[record.rid]
+        record.finish = finish
+
+    def _take_status(self, status: EngineStatus) -> None:
+        stale = self.fleet.take_status(status, time.monotonic())
+        if not stale:
+            return
+        records = [record for record in self.open.values() if record.tokenizer in stale and not record.aborting]
+        if records:
+            log.warning("a part of the engine was restarted; submitting %d open requests again", len(records))
+        for record in records:
+            self._resubmit(record)
+
+    def _resubmit(self, record: OpenRequest) -> None:
+        record.attempt += 1
+        self.metrics.num_resubmitted += 1
+        record.unsent = not self._tokenizers[record.tokenizer].send(record.message())
+
+    def _send_abort(self, record: OpenRequest, now: float) -> None:
+        if record.unsent and record.attempt == 0:
+            # It never reached the engine, so there is nothing to end there.
+            self._end(record, Finish(reason="abort"))
+            return
+        message = Abort(rid=record.rid, gateway=self.gateway, reason=record.abort_reason)
+        sent = self._tokenizers[record.tokenizer].send(message)
+        record.abort_at = now + (ABORT_REPEAT_S if sent else TICK_S)
+
+    async def _ask_tokenizer(self, request_id: str, message: Message) -> TextReply:
+        self.check_available()
+        index = zlib.crc32(request_id.encode()) % len(self._tokenizers)
+        reply: TextReply = await self._ask(
+            self._tokenizers[index], request_id, message, "tokenizer", REPLY_TIMEOUT_S
+        )
+        if reply.error is not None:
+            error = reply.error
+            raise RequestError(error.message, status=error.status, param=error.param, code=error.code)
+        return reply
+
+    async def _ask(self, sender: Sender, request_id: str, message: Message, role: str, wait_s: float) -> Any:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._replies[request_id] = future
+        try:
+            if not sender.send(message):
+                raise RequestError(f"the {role}'s queue is full", status=503, code="overloaded", retry_after_s=1)
+            async with asyncio.timeout(wait_s):
+                return await future
+        except TimeoutError:
+            raise RequestError(
+                f"the {role} did not answer within {wait_s:g} s", status=503, code="engine_silent", retry_after_s=1
+            ) from None
+        finally:
+            self._replies.pop(request_id, None)
+
+
+def new_generate_id(prefix: str) -> str:
+    """A fresh id that no other gateway draws: ``chatcmpl-`` and 32 hex digits."""
+    return prefix + secrets.token_hex(16)
+

@@ -1,0 +1,82 @@
+"""The gateway process: bind the port, run uvicorn and the engine client on one loop, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import uvloop
+
+from common.process import ProcessContext
+from gateway.app import make_app
+from gateway.edge import Edge
+from gateway.engine import TICK_S, Engine
+from gateway.metrics import Exposition, GatewayMetrics
+from gateway.protocols.common import Deps
+from gateway.server import Server, listen, make_server
+
+log = logging.getLogger(__name__)
+
+PUBLISH_S = 2.0
+
+
+def main(context: ProcessContext) -> None:
+    """Serve until SIGTERM, then drain. Raises ConfigError when the port cannot be bound."""
+    listener = listen(context.config.http)
+    gateway = Gateway(context)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(gateway.run(listener))
+
+
+class Gateway:
+    """One gateway: the engine client, the HTTP server, and the housekeeping between them."""
+
+    def __init__(self, context: ProcessContext) -> None:
+        self._context = context
+        metrics = GatewayMetrics(context.name)
+        self._exposition = Exposition(context.run_dir, metrics)
+        self._metrics = metrics
+        self.engine = Engine(context.channels, context.config, context.name, metrics, context.generation)
+        deps = Deps(self.engine, context.config, time.time())
+        self.server: Server = make_server(Edge(make_app(deps, self._exposition), context.config.http, metrics),
+                                          context.config.http)  # fmt: skip
+
+    async def run(self, listener: object) -> None:
+        """Serve on a bound socket until the context is stopping and what runs has finished."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self.engine.fileno(), self.engine.drain)
+        self.engine.send_lease()
+        serving = asyncio.ensure_future(self.server.serve(sockets=[listener]))  # type: ignore[list-item]
+        try:
+            await self._housekeeping(serving)
+        finally:
+            self.server.should_exit = True
+            await serving
+            loop.remove_reader(self.engine.fileno())
+            self.engine.drain()
+            self.engine.send_lease(closing=True)
+
+    async def _housekeeping(self, serving: asyncio.Future[None]) -> None:
+        """Tick, beat and publish until it is time to end."""
+        context, engine = self._context, self.engine
+        drain_until: float | None = None
+        next_publish = 0.0
+        while not serving.done():
+            now = time.monotonic()
+            engine.tick(now)
+            context.beat(ready=self.server.started, progress=engine.num_turns, detail=f"{len(engine.open)} open")
+            self._metrics.num_connections = self.server.num_connections
+            if now >= next_publish:
+                next_publish = now + PUBLISH_S
+                engine.update_gauges()
+                self._exposition.publish()
+            if context.stopping and drain_until is None:
+                engine.draining = True
+                drain_until = now + context.config.runtime.drain_seconds
+                log.info("draining: %d requests open", len(engine.exchanges))
+            if drain_until is not None and (not engine.exchanges or now >= drain_until):
+                if engine.exchanges:
+                    log.warning("the drain time is over with %d requests open; they are cut off", len(engine.exchanges))
+                return
+            await asyncio.sleep(TICK_S)

@@ -1,0 +1,251 @@
+"""``POST /generate``: SGLang's native form.
+
+``text`` or ``input_ids``, one or a list; ``sampling_params`` with SGLang's names. A streamed reply
+repeats the text so far in every event, as SGLang's does. Ids of the prompt's and of the top-k tokens
+are null in log-probabilities where the engine sends text alone.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import msgspec
+import orjson
+from fastapi import Request, Response
+from pydantic import Field, PlainValidator, WithJsonSchema
+
+from common.errors import RequestError
+from common.messages import Prompt, TokenLogprob, unpack_i32
+from gateway import grammar
+from gateway.engine import new_generate_id
+from gateway.fields import (
+    MAX_CHOICES,
+    MAX_INT32,
+    MAX_LOGPROBS,
+    Body,
+    GenerationFields,
+    StopField,
+    StopIdsField,
+    sampling_params,
+    text_params,
+)
+from gateway.protocols.common import Deps, Plan, by_choice, parse, read_json, refuse_unless
+from gateway.protocols.openai_chat_reply import DONE, json_logprob
+from gateway.protocols.openai_completions import PROMPT_SCHEMA, engine_prompts, prompt_list
+from gateway.request import Delta, Exchange
+from gateway.respond import EngineReply
+
+DEFAULT_MAX_NEW_TOKENS = 128
+
+
+class NativeSampling(Body):
+    """``sampling_params`` in SGLang's names; see ``fields.GenerationFields`` for the ranges."""
+
+    max_new_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
+    min_new_tokens: int | None = Field(default=None, ge=0, le=MAX_INT32)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=MAX_INT32)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    sampling_seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    stop: StopField = None
+    stop_token_ids: StopIdsField = None
+    no_stop_trim: bool | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=2)
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+
+
+class GenerateBody(Body):
+    """What a client may send."""
+
+    text: Annotated[
+        list[str] | list[list[int]] | None, PlainValidator(lambda value: _one_or_many(value, str)),
+        WithJsonSchema({"anyOf": [*PROMPT_SCHEMA["anyOf"][:2], {"type": "null"}]}),
+    ] = None  # fmt: skip
+    input_ids: Annotated[
+        list[str] | list[list[int]] | None, PlainValidator(lambda value: _one_or_many(value, list)),
+        WithJsonSchema({"anyOf": [*PROMPT_SCHEMA["anyOf"][2:], {"type": "null"}]}),
+    ] = None  # fmt: skip
+    sampling_params: NativeSampling | None = None
+    rid: str | None = Field(default=None, min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = Field(default=None, ge=-1, le=MAX_INT32)
+    top_logprobs_num: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    return_text_in_logprobs: bool | None = None
+    priority: int | None = Field(default=None, ge=-(2**31), le=MAX_INT32)
+
+
+def _one_or_many(value: Any, kind: type) -> list[str] | list[list[int]] | None:
+    if value is None:
+        return None
+    prompts = prompt_list(value)
+    if not isinstance(prompts[0], kind):
+        raise ValueError("must be text" if kind is str else "must be token ids")
+    return prompts
+
+
+async def generate(request: Request, deps: Deps) -> Response:
+    """Generate, in SGLang's native form."""
+    data = await read_json(request, deps.config.http.max_request_bytes)
+    body = parse(GenerateBody, data)
+    if (body.text is None) == (body.input_ids is None):
+        raise RequestError("send either 'text' or 'input_ids'", param="text")
+    native = body.sampling_params or NativeSampling()
+    spaces = "sampling_params.spaces_between_special_tokens"
+    refuse_unless(native.spaces_between_special_tokens, (True,), spaces, "text is as decoded")
+    if not body.return_logprob:
+        for name in ("top_logprobs_num", "logprob_start_len"):
+            if getattr(body, name) is not None:
+                raise RequestError(f"'{name}' needs 'return_logprob': true", param=name)
+    fields = _fields(native)
+    model = deps.engine.check_available()
+    start = -1 if body.logprob_start_len is None else body.logprob_start_len
+    num_top = body.top_logprobs_num or 0
+    sampling = sampling_params(
+        fields,
+        model,
+        max_tokens=native.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
+        logprobs=num_top if body.return_logprob else None,
+    )
+    if start >= 0:
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=num_top)
+    prompts = body.text if body.text is not None else body.input_ids or []
+    raw = data.get("text") if body.text is not None else data.get("input_ids")
+    n = native.n or 1
+    several = n > 1 or (isinstance(raw, list) and isinstance(raw[0], (list, str)))
+    engine_form: list[Prompt] = engine_prompts(prompts, model, True)
+    plan = Plan(
+        call_id=body.rid or new_generate_id("gen-"),
+        prompts=engine_form,
+        n=n,
+        seed=native.sampling_seed,
+        sampling=sampling,
+        text=text_params(fields),
+        grammar=grammar.translate(fields),
+        priority=body.priority or 0,
+    )
+    exchange = plan.exchange(deps)
+    formatter = NativeFormatter(
+        exchange,
+        several=several,
+        logprobs=bool(body.return_logprob),
+        start=start,
+        with_text=bool(body.return_text_in_logprobs),
+    )
+    return EngineReply(deps.engine, exchange, formatter, stream=bool(body.stream))
+
+
+def _fields(native: NativeSampling) -> GenerationFields:
+    """The same in the shared names."""
+    values = native.model_dump(exclude_none=True)
+    for ours, theirs in (
+        ("min_tokens", "min_new_tokens"),
+        ("include_stop_str_in_output", "no_stop_trim"),
+        ("seed", "sampling_seed"),
+    ):
+        if theirs in values:
+            values[ours] = values.pop(theirs)
+    for name in ("max_new_tokens", "spaces_between_special_tokens"):
+        values.pop(name, None)
+    return GenerationFields.model_construct(**values)
+
+
+class NativeFormatter:
+    """Writes one call's reply."""
+
+    def __init__(
+        self, exchange: Exchange, *, several: bool, logprobs: bool, start: int, with_text: bool
+    ) -> None:
+        self._exchange = exchange
+        self._several = several
+        self._logprobs = logprobs
+        self._start = start
+        self._with_text = with_text
+        num = len(exchange.records)
+        self._texts = [""] * num
+        self._outputs: list[list[Any]] = [[] for _ in range(num)]
+        self._tops: list[list[Any]] = [[] for _ in range(num)]
+        self._inputs: list[list[Any]] = [[] for _ in range(num)]
+
+    def opening(self) -> bytes:
+        """Nothing: the first event carries text."""
+        return b""
+
+    def chunk(self, deltas: list[Delta]) -> bytes:
+        """One event per choice that has something new."""
+        pieces = []
+        for index, own in enumerate(by_choice(deltas, len(self._exchange.records))):
+            if own:
+                self._take(index, own)
+                pieces.append(b"data: " + orjson.dumps(self._state(index)) + b"\n\n")
+        return b"".join(pieces)
+
+    def closing(self) -> bytes:
+        """The end mark."""
+        return DONE
+
+    def whole(self, deltas: list[Delta]) -> bytes:
+        """One object, or a list for several prompts or choices."""
+        for index, own in enumerate(by_choice(deltas, len(self._exchange.records))):
+            self._take(index, own)
+        states = [self._state(index) for index in range(len(self._exchange.records))]
+        return orjson.dumps(states if self._several else states[0])
+
+    def _take(self, index: int, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            self._texts[index] += delta.text
+            for item in delta.prompt_logprobs[max(0, self._start) :] if self._start >= 0 else ():
+                self._inputs[index].append([None, None, None] if item is None else self._entry(item, None))
+            for token_id, item in zip(unpack_i32(delta.ids).tolist(), delta.logprobs, strict=False):
+                self._outputs[index].append(self._entry(item, token_id))
+                self._tops[index].append(
+                    [[json_logprob(logprob), None, token] for token, _, logprob in item.top] or None
+                )
+
+    def _entry(self, item: TokenLogprob, token_id: int | None) -> list[Any]:
+        return [json_logprob(item.logprob), token_id, item.token if self._with_text else None]
+
+    def _state(self, index: int) -> dict[str, Any]:
+        record = self._exchange.records[index]
+        finish = record.finish
+        reason: dict[str, Any] | None = None
+        if finish is not None:
+            reason = {"type": finish.reason}
+            if finish.reason == "length":
+                reason["length"] = record.completion_tokens
+            elif finish.matched is not None:
+                reason["matched"] = finish.matched
+            elif finish.message:
+                reason["message"] = finish.message
+        meta: dict[str, Any] = {
+            "id": record.rid,
+            "finish_reason": reason,
+            "prompt_tokens": record.prompt_tokens,
+            "completion_tokens": record.completion_tokens,
+            "cached_tokens": record.cached_tokens,
+            "e2e_latency": time.monotonic() - self._exchange.received,
+        }
+        if self._logprobs:
+            meta["output_token_logprobs"] = self._outputs[index]
+            meta["output_top_logprobs"] = self._tops[index]
+            if self._start >= 0:
+                meta["input_token_logprobs"] = self._inputs[index]
+        state: dict[str, Any] = {
+            "text": self._texts[index],
+            "output_ids": unpack_i32(bytes(record.ids)).tolist(),
+            "meta_info": meta,
+        }
+        if self._several:
+            state["index"] = index
+        return state

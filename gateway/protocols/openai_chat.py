@@ -1,0 +1,121 @@
+"""``POST /v1/chat/completions``: the request."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Request, Response
+from pydantic import Field, WithJsonSchema
+
+from common.errors import RequestError
+from common.messages import ChatPrompt
+from gateway import grammar
+from gateway.engine import new_generate_id
+from gateway.fields import MAX_INT32, MAX_LOGPROBS, GenerationFields, sampling_params, text_params
+from gateway.protocols.chat_messages import MESSAGE_SCHEMA, normalise
+from gateway.protocols.common import Deps, Plan, check_model, check_stream_options, parse, read_json, refuse_unless
+from gateway.protocols.openai_chat_reply import ChatFormatter
+from gateway.respond import EngineReply
+
+
+class ChatBody(GenerationFields):
+    """What a client may send."""
+
+    messages: Annotated[
+        Any, WithJsonSchema({"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA})
+    ]
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})] = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    modalities: list[str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+async def chat_completions(request: Request, deps: Deps) -> Response:
+    """Generate the next message of a chat."""
+    body = parse(ChatBody, await read_json(request, deps.config.http.max_request_bytes))
+    model_name = check_model(deps, body.model)
+    _check(body)
+    messages = normalise(body.messages)
+    model = deps.engine.check_available()
+    if body.continue_final_message and messages[-1]["role"] != "assistant":
+        raise RequestError(
+            f"'continue_final_message' needs an assistant message at the end, not {messages[-1]['role']!r}",
+            param="continue_final_message",
+        )
+    _check_tools(body)
+    sampling = sampling_params(
+        body,
+        model,
+        max_tokens=_max_tokens(body),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    prompt = ChatPrompt(
+        messages=messages,
+        add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+        continue_final_message=bool(body.continue_final_message),
+        template_kwargs=body.chat_template_kwargs or {},
+    )
+    plan = Plan(
+        call_id=new_generate_id("chatcmpl-"),
+        prompts=[prompt],
+        n=body.n or 1,
+        seed=body.seed,
+        sampling=sampling,
+        text=text_params(body),
+        grammar=grammar.translate(body),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        timeout_s=body.timeout,
+    )
+    exchange = plan.exchange(deps)
+    options = body.stream_options
+    formatter = ChatFormatter(
+        plan.call_id,
+        model_name,
+        exchange,
+        logprobs=bool(body.logprobs),
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+    )
+    return EngineReply(deps.engine, exchange, formatter, stream=bool(body.stream))
+
+
+def _check(body: ChatBody) -> None:
+    check_stream_options(body)
+    refuse_unless(body.store, (False,), "store", "replies are not kept")
+    refuse_unless(body.service_tier, ("auto", "default"), "service_tier", "there is one tier; see 'priority'")
+    if body.modalities is not None and body.modalities != ["text"]:
+        raise RequestError("'modalities' can only be [\"text\"]", param="modalities", code="unsupported_value")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("'top_logprobs' needs 'logprobs': true", param="top_logprobs")
+    if body.max_tokens == 0:
+        raise RequestError("'max_tokens': must be at least 1 (got 0)", param="max_tokens", code="invalid_value")
+    if body.continue_final_message and body.add_generation_prompt:
+        raise RequestError(
+            "'continue_final_message' and 'add_generation_prompt' exclude each other", param="add_generation_prompt"
+        )
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise RequestError(
+            f"'max_tokens' ({old}) and 'max_completion_tokens' ({new}) differ; send one", param="max_tokens"
+        )
+    return old if new is None else new
+
+
+def _check_tools(body: ChatBody) -> None:
+    if body.tools and body.tool_choice != "none":
+        raise RequestError("tool calls are not supported by this model's parser", param="tools")

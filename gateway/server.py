@@ -1,0 +1,141 @@
+"""uvicorn, with the bounds an open port needs and without its signal handlers.
+
+* A connection must send a request's headers within ``HEADER_TIMEOUT_S``.
+* Above ``max_connections`` a request is answered 503 and its connection closed; above twice that
+  a connection is closed unread.
+* The reply can end the connection at once (a client that does not read).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Callable, Generator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from common.config import HttpConfig
+from common.errors import ConfigError
+from gateway.edge import OVER_LIMIT_SCOPE_KEY
+from gateway.respond import ABORT_SCOPE_KEY
+
+HEADER_TIMEOUT_S = 30.0
+KEEP_ALIVE_S = 75
+"""An idle connection is kept this long between requests."""
+BACKLOG = 2048
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 protocol with a header deadline and a bound on connections."""
+
+    max_connections = 0
+    """Set by a subclass made per server (see ``make_server``)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client connected."""
+        super().connection_made(transport)
+        if len(self.connections) > 2 * self.max_connections:
+            transport.abort()
+            return
+        self._start_header_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client left."""
+        self._stop_header_timer()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        """A request begins on the connection."""
+        super().on_message_begin()
+        self.scope[ABORT_SCOPE_KEY] = self.transport.abort  # type: ignore[literal-required]
+        if len(self.connections) > self.max_connections:
+            self.scope[OVER_LIMIT_SCOPE_KEY] = True  # type: ignore[literal-required]
+        if self._header_timer is None:
+            self._start_header_timer()
+
+    def on_headers_complete(self) -> None:
+        """A request's headers are all there."""
+        self._stop_header_timer()
+        super().on_headers_complete()
+
+    def _start_header_timer(self) -> None:
+        self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._headers_late)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _headers_late(self) -> None:
+        self._header_timer = None
+        if not self.transport.is_closing():
+            self.transport.abort()
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server; the process's own signal handlers stay as they are."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave signals alone: the gateway drains first and then sets ``should_exit``."""
+        yield
+
+    @property
+    def num_connections(self) -> int:
+        """Open client connections."""
+        return len(self.server_state.connections)
+
+
+def make_server(app: Callable[..., Any], http: HttpConfig) -> Server:
+    """A server for an ASGI app; started with ``serve(sockets=[...])``."""
+    protocol = type("_Protocol", (BoundedProtocol,), {"max_connections": http.max_connections})
+    return Server(
+        uvicorn.Config(
+            app,
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=2,
+            backlog=BACKLOG,
+        )
+    )
+
+
+def listen(http: HttpConfig) -> socket.socket:
+    """Bind the server's port. Several gateways share it: the kernel spreads connections over them.
+
+    Raises:
+        ConfigError: the address cannot be bound; the message names it and the way out.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            http.host or None, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {http.host!r}: {error.strerror}") from None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if http.gateways > 1:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        words = "is in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
+        raise ConfigError(f"{http.host}:{http.port}: {words}; stop that server or choose another --port") from None
+    listener.setblocking(False)
+    return listener
