@@ -248,12 +248,17 @@ class Supervisor:
             self._turn()
 
     def _stop_all(self) -> None:
-        """SIGTERM in the order of the data's way, then SIGKILL whoever is left after the grace time."""
+        """SIGTERM in the order of the data's way, then SIGKILL whoever is left after the grace time.
+
+        Who is still loading has nothing to lose and may not look at signals: it is killed at once.
+        """
         self._draining = True
         for role in STOP_ORDER:
             for child in self._children:
-                if child.spec.role == role:
+                if child.spec.role == role and child.ready:
                     child.send_signal(signal.SIGTERM)
+                elif child.spec.role == role:
+                    child.kill_group()
         deadline = time.monotonic() + STOP_GRACE_S
         while any(child.running for child in self._children):
             if time.monotonic() >= deadline:

@@ -1,0 +1,24 @@
+"""What README and docs name exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from common import flags
+
+ROOT = Path(__file__).resolve().parents[2]
+ALIASES = {"--" + name.replace("_", "-") for name in flags.ALIASES}
+PAGES = [ROOT / "README.md", ROOT / "docs" / "operations.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_flags_named_in_the_docs_exist(page: Path) -> None:
+    text = page.read_text()
+    paths = set(re.findall(r"`([a-z_]+(?:/[\w.]+)*(?:\.py|/))`", text))
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    known = {flag.option for flag in flags.all_flags()} | {"--help", "--config", *ALIASES}
+    named = set(re.findall(r"`(--[a-z-]+)", text))
+    assert not named - known
