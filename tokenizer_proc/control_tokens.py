@@ -105,11 +105,11 @@ class ControlTokens:
         """Remove every mark (also as ``tojson`` with ASCII escapes writes it)."""
         return rendered.replace(self.mark, "").replace(self._json_mark, "")
 
-    def with_aliases(self, rendered: str, aliases: dict[str, str]) -> str:
-        """Replace unmarked control tokens by their aliases, then remove the marks."""
+    def with_aliases(self, rendered: str, aliases: dict[str, str], cut: str = "") -> str:
+        """Replace unmarked control tokens by their aliases, then the marks by ``cut``."""
         if self._pattern is not None:
             rendered = self._pattern.sub(lambda match: aliases[match[0]], rendered)
-        return self.unguard(rendered)
+        return rendered.replace(self.mark, cut).replace(self._json_mark, cut)
 
 
 def check_text(text: str, param: str) -> None:

@@ -34,6 +34,8 @@ class TextEncoder:
         self._literal: Tokenizer | None = None
         self._aliases: dict[str, str] = {}
         self._alias_ids: dict[int, int] = {}
+        self._cut = secret_text()
+        self._cut_id: int | None = None
 
     @classmethod
     def from_folder(cls, folder: Path, bos_token: str | None = None) -> TextEncoder:
@@ -56,6 +58,10 @@ class TextEncoder:
     def special_texts(self) -> list[str]:
         """The control tokens' texts."""
         return [token.content for token in self._special.values()]
+
+    def special_ids(self) -> dict[str, int]:
+        """The control tokens: text -> id."""
+        return {token.content: token_id for token_id, token in self._special.items()}
 
     def encode_prompt(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """A plain completions prompt: control tokens spelled in it are honoured.
@@ -85,8 +91,13 @@ class TextEncoder:
             return ids
         literal = self._literal_twin()
         text = self.control.with_aliases(rendered, self._aliases)
-        alias_ids = self._alias_ids
-        return [alias_ids.get(i, i) for i in literal.encode(text, add_special_tokens=False).ids]
+        ids = literal.encode(text, add_special_tokens=False).ids
+        if not self._special.keys().isdisjoint(ids):
+            # Some models (Unigram) hold control tokens as pieces and find them in plain text: part it there.
+            text = self.control.with_aliases(rendered, self._aliases, self._cut)
+            ids = literal.encode(text, add_special_tokens=False).ids
+        alias_ids, cut_id = self._alias_ids, self._cut_id
+        return [alias_ids.get(i, i) for i in ids if i != cut_id]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of ids; ids without a token give nothing."""
@@ -120,5 +131,7 @@ class TextEncoder:
                     alias_id = literal.token_to_id(alias)
                     assert alias_id is not None  # just added
                     self._alias_ids[alias_id] = token_id
+                literal.add_tokens([AddedToken(self._cut, special=False, normalized=False)])
+                self._cut_id = literal.token_to_id(self._cut)
                 self._literal = literal
             return self._literal

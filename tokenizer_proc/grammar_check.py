@@ -32,6 +32,8 @@ class GrammarChecker:
     def __init__(self, encoder: TextEncoder, eos_token_ids: tuple[int, ...]) -> None:
         self._encoder = encoder
         self._eos = list(eos_token_ids)
+        # As the worker names them, so that both compile the same text.
+        self._special = {text: i for text, i in encoder.special_ids().items() if i not in eos_token_ids}
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
@@ -67,7 +69,7 @@ class GrammarChecker:
         if size > MAX_GRAMMAR_BYTES:
             return f"it has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}"
         try:
-            text = to_llguidance(grammar)
+            text = to_llguidance(grammar, self._special)
         except (ValueError, RequestError) as error:
             return str(error) or "it cannot be read"
         except RecursionError:
