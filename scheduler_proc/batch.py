@@ -37,11 +37,17 @@ class Batcher:
         """The first of the queue when it did not fit."""
         self.depth = 1 if state.config.scheduler.disable_overlap_schedule else 2
 
+    @property
+    def has_room(self) -> bool:
+        """Fewer batches are in flight than may be."""
+        pool = self.state.pool
+        return pool is not None and len(pool.in_flight) < self.depth
+
     def next_batch(self, now: float) -> ForwardBatch | None:
         """One batch, or None: no worker, enough in flight, or nothing can run."""
         state = self.state
         pool = state.pool
-        if pool is None or len(pool.in_flight) >= self.depth:
+        if pool is None or not self.has_room:
             return None
         draft = Draft(pool)
         if state.suspects:

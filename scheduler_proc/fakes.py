@@ -270,6 +270,8 @@ class Stream:
     """(prompt tokens, cached tokens)."""
     finish: Finish | None = None
     refused: bool = False
+    stopped: bool = False
+    """A stop string was found: what still comes is dropped."""
 
 
 @dataclass
@@ -278,6 +280,8 @@ class FakeReader:
 
     streams: dict[str, Stream] = field(default_factory=dict)
     gone: list[str] = field(default_factory=list)
+    successor: bool = False
+    """It replaced another, so rows of requests it never saw begin may come, and are dropped."""
     num_cached_tokens: int = 0
 
     def read(self, batch: TokenBatch) -> None:
@@ -290,7 +294,11 @@ class FakeReader:
             self.streams[begin.rid] = Stream(begin.attempt, accepted=(begin.prompt_len, begin.cached_len))
             self.num_cached_tokens += begin.cached_len
         for row in batch.rows:
-            stream = self.streams[row.rid]
+            stream = self.streams.get(row.rid)
+            if stream is None and not self.successor:
+                raise QuintetError(f"{row.rid}: a row of a request that was not begun")
+            if stream is None or stream.stopped:
+                continue
             if stream.finish is not None or stream.attempt != row.attempt or row.index != len(stream.ids):
                 raise QuintetError(f"{row.rid}: row {row} does not continue {stream}")
             stream.ids += unpack_i32(row.ids).tolist()
@@ -299,6 +307,8 @@ class FakeReader:
                 stream.prompt_logprobs = unpack_f32(row.prompt_logprobs).tolist()
             stream.finish = row.finish
         for refused in batch.refused:
-            stream = self.streams.setdefault(refused.rid, Stream(refused.attempt))
+            known = self.streams.get(refused.rid)
+            stream = Stream(refused.attempt) if known is None or known.attempt < refused.attempt else known
+            self.streams[refused.rid] = stream
             if stream.finish is None:
                 stream.finish, stream.refused = refused.finish, True

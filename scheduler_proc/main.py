@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 LONGEST_SLEEP_S = 0.25
 RETRY_S = 0.005
 """How soon a full channel is tried again."""
+FORGIVEN = "worker_crashes_forgiven"
+"""Key of ``Heartbeat.info``: worker crashes laid to one request's charge, which the supervisor does not count."""
 CHECK_S = 10.0
 """How often the invariant is checked while idle."""
 
@@ -135,6 +137,7 @@ def main(context: ProcessContext) -> None:
             now,
             worker_full=any(worker.full for worker in mail.workers),
             detokenizer_full=mail.detokenizer.full,
+            max_batches=1,
         )
         mail.send(out)
         for level, words in out.log:
@@ -151,7 +154,7 @@ def main(context: ProcessContext) -> None:
 def _info(scheduler: Scheduler) -> dict[str, Any]:
     """For the supervisor: the start-up table, and crashes it should not count as the worker's fault."""
     pool = scheduler.state.pool
-    info: dict[str, Any] = {"excused_worker_crashes": scheduler.state.excused_crashes}
+    info: dict[str, Any] = {FORGIVEN: scheduler.state.excused_crashes}
     if pool is not None:
         info |= {
             "num_pages": pool.allocator.num_pages,

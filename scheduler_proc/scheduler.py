@@ -96,6 +96,8 @@ class Scheduler:
         self.output = Output(state, life)
         self.controls = Controls(state, self.ingest, self.generations)
         self._next_status = 0.0
+        self._more = False
+        """Another batch could be built at once."""
         self._announced: tuple[object, ...] = ()
 
     def step(
@@ -105,18 +107,21 @@ class Scheduler:
         *,
         worker_full: bool = False,
         detokenizer_full: bool = False,
+        max_batches: int = 2,
     ) -> StepOutput:
         """Take in ``messages``, schedule, and say what to send. ``now`` is time.time() and never falls.
 
         ``worker_full``, ``detokenizer_full``: the channel did not take the last message; nothing more is made
-        for it in this step. Raises InvariantError when our own bookkeeping is wrong.
+        for it in this step. ``max_batches``: the process makes one decision at a time, so that each has its
+        record in the trace; ``wake_at`` then is ``now`` while there is room for another. Raises InvariantError
+        when our own bookkeeping is wrong.
         """
         for message in messages:
             self._take(message, now)
         self.ingest.expire(now)
         self.gateways.expire(now)
         out = StepOutput()
-        out.to_worker = self._schedule(now, worker_full)
+        out.to_worker = self._schedule(now, 0 if worker_full else max_batches)
         self.controls.settle(now)
         if not detokenizer_full:
             out.tokens = self.output.batch()
@@ -149,15 +154,20 @@ class Scheduler:
             case TokenizerReady():
                 pass  # it says what gateways need; the scheduler's limits come from the worker
 
-    def _schedule(self, now: float, worker_full: bool) -> list[ToWorker]:
+    def _schedule(self, now: float, max_batches: int) -> list[ToWorker]:
         """Resets, profiler orders, and batches until enough are in flight."""
-        if worker_full:
+        self._more = False
+        if max_batches == 0:
             return []
         out = self.workers.resets(now)
         out += self.controls.to_worker
         self.controls.to_worker.clear()
-        while (batch := self.batcher.next_batch(now)) is not None:
+        for _ in range(max_batches):
+            batch = self.batcher.next_batch(now)
+            if batch is None:
+                return out
             out.append(batch)
+        self._more = self.batcher.has_room
         return out
 
     def _tell(self, out: StepOutput, now: float, detokenizer_full: bool) -> None:
@@ -178,6 +188,7 @@ class Scheduler:
             self.gateways.next_expiry(),
             self.controls.next_deadline(),
             self.workers.next_reset if state.pool is None else float("inf"),
+            now if self._more else float("inf"),
             now if self.output.pending and not detokenizer_full else float("inf"),
         )
 
