@@ -1,7 +1,7 @@
 """Trial compilation of grammars, so that a bad one is refused before its request is accepted.
 
-Compiling happens in a helper thread (llguidance releases the GIL) under llguidance's own limits on
-grammar size, lexer states and work, and the loop waits for at most ``GRAMMAR_TIMEOUT_S``. Verdicts are
+Compiling happens in a helper thread (llguidance releases the GIL) under the limits on size and work
+that the worker uses (``common.grammar_compile``), and the loop waits for at most ``GRAMMAR_TIMEOUT_S``. Verdicts are
 cached by content, bounded.
 """
 
@@ -11,9 +11,10 @@ import hashlib
 import threading
 from collections import OrderedDict
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLTokenizer
 
 from common.errors import RequestError
+from common.grammar_compile import compile_matcher
 from common.grammar_text import to_llguidance
 from common.messages import Grammar
 from tokenizer_proc.encoder import TextEncoder
@@ -69,14 +70,12 @@ class GrammarChecker:
         if size > MAX_GRAMMAR_BYTES:
             return f"it has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}"
         try:
-            text = to_llguidance(grammar, self._special)
+            compile_matcher(to_llguidance(grammar, self._special), self._llguidance())
         except (ValueError, RequestError) as error:
             return str(error) or "it cannot be read"
         except RecursionError:
             return "it is nested too deeply"
-        limits = LLParserLimits(verbose_errors=False)
-        failed, words = LLMatcher.validate_grammar_with_warnings(text, self._llguidance(), limits=limits)
-        return (" ".join(words) or "it does not compile") if failed else ""
+        return ""
 
     def _llguidance(self) -> LLTokenizer:
         with self._lock:
