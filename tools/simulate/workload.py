@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -97,10 +97,6 @@ class Workload:
     spec: WorkloadSpec
     requests: list[SimRequest]
     num_turns: int = 0
-    _rng: np.random.Generator = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._rng = np.random.default_rng([self.spec.seed, 1])
 
     def prompt(self, request: SimRequest) -> I32:
         """Prompt ids, int32, at least one."""
@@ -123,10 +119,12 @@ class Workload:
         if not request.turns_left:
             return None
         spec = self.spec
+        # Of the request alone, so that every policy that is compared is asked the same.
+        rng = np.random.default_rng((spec.seed, 5, *request.rid.encode()))
         history = np.concatenate([prompt, outputs])
-        own_len = _length(self._rng, spec.prompt_len / 2, spec.spread)
-        output_len = _length(self._rng, spec.output_len, spec.spread)
-        max_tokens = _limit(self._rng, spec, output_len)
+        own_len = _length(rng, spec.prompt_len / 2, spec.spread)
+        output_len = _length(rng, spec.output_len, spec.spread)
+        max_tokens = _limit(rng, spec, output_len)
         if len(history) + own_len + max_tokens > spec.context_len:
             return None
         self.num_turns += 1
@@ -134,7 +132,7 @@ class Workload:
         return replace(
             request,
             rid=f"{name}.{int(turn or 0) + 1}",
-            time=now + float(self._rng.exponential(spec.think_s)),
+            time=now + float(rng.exponential(spec.think_s)),
             output_len=max_tokens + 1 if spec.to_the_limit else output_len,
             max_tokens=max_tokens,
             own_len=own_len,
