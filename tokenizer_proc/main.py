@@ -44,6 +44,7 @@ def main(context: ProcessContext) -> None:
         outbox.open_gateway(f"gateway-{index}")
     wake = _Wakeup()
     texts, grammars = ThreadPoolExecutor(1), ThreadPoolExecutor(2)
+    texts.submit(preparer.warm_up)
     server = TokenizerServer(preparer, outbox, ready, texts, grammars, wake.set)
     try:
         _loop(context, server, outbox, inbox, ready, wake)

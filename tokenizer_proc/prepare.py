@@ -67,6 +67,10 @@ class Preparer:
         self._chat_eos = tuple(sorted({*self._eos, *_turn_ends(template, encoder)}))
         self._grammars = GrammarChecker(encoder, self._eos)
 
+    def warm_up(self) -> None:
+        """Make what the first request that needs it would otherwise wait for."""
+        self._encoder.encode_rendered("", guarded=True)
+
     def is_slow(self, message: Generate | TokenizeText | DetokenizeIds) -> bool:
         """Preparing takes long enough that others should not wait for it."""
         if isinstance(message, DetokenizeIds):

@@ -1,0 +1,98 @@
+"""Reasoning is told from the answer, for every split of the text."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.reasoning.parser import ReasoningParser
+from gateway.reasoning.registry import FORMATS, create, format_of
+
+
+def split(parser: ReasoningParser, pieces: list[str]) -> tuple[str, str]:
+    parts = [*(parser.feed(piece) for piece in pieces), parser.flush()]
+    return "".join(part.reasoning for part in parts), "".join(part.content for part in parts)
+
+
+CASES = [
+    ("<think>\nWhy?\n</think>\n\nBecause.", False, "Why?", "Because."),
+    ("  \n<think>a</think>b", False, "a", "b"),
+    ("no reasoning <think>here</think>", False, "", "no reasoning <think>here</think>"),
+    ("  text", False, "", "  text"),
+    ("<thin", False, "", "<thin"),
+    ("<thin air", False, "", "<thin air"),
+    ("", False, "", ""),
+    ("\n", False, "", "\n"),
+    ("<think></think>answer", False, "", "answer"),
+    ("<think>\n\n</think>\n\nanswer", False, "", "answer"),
+    ("<think>a < b </ think> c</think> d", False, "a < b </ think> c", " d"),
+    ("<think>cut off </thin", False, "cut off </thin", ""),
+    ("<think>cut off \n", False, "cut off \n", ""),
+    ("<think>a</think>b</think>c", False, "a", "b</think>c"),
+    ("<think>a</think>\n\n", False, "a", ""),
+    ("thought\n</think>\n\nanswer", True, "thought", "answer"),
+    ("<think>thought</think>answer", True, "thought", "answer"),
+    ("\nthought <think> more</think>answer", True, "thought <think> more", "answer"),
+    ("all of it thought", True, "all of it thought", ""),
+    ("<thi", True, "<thi", ""),
+    ("</think>answer", True, "", "answer"),
+    ("<think>é🙂</think>日本", False, "é🙂", "日本"),
+]
+
+
+@pytest.mark.parametrize(("text", "inside", "reasoning", "content"), CASES)
+def test_every_split_into_two_and_into_characters_gives_the_same(
+    text: str, inside: bool, reasoning: str, content: str
+) -> None:
+    splits = [[text], list(text), *([text[:n], text[n:]] for n in range(len(text)))]
+    for pieces in splits:
+        assert split(ReasoningParser(starts_inside=inside), pieces) == (reasoning, content), pieces
+
+
+def test_nothing_of_a_mark_is_ever_shown() -> None:
+    parser = ReasoningParser()
+    seen = [parser.feed(char) for char in "<think>deep</think>flat"]
+    assert all("<" not in part.reasoning + part.content for part in seen)
+
+
+def test_text_is_passed_on_as_soon_as_it_is_certain() -> None:
+    parser = ReasoningParser(starts_inside=True)
+    assert parser.feed("one two").reasoning == "one two"
+    assert parser.feed(" </").reasoning == ""
+    assert parser.feed("x").reasoning == " </x"
+
+
+def test_in_reasoning_follows_the_text() -> None:
+    parser = ReasoningParser()
+    places = [parser.in_reasoning]
+    for piece in ("<think>", "a", "</think>", "b"):
+        parser.feed(piece)
+        places.append(parser.in_reasoning)
+    assert places == [False, True, True, False, False]
+    assert ReasoningParser(starts_inside=True).in_reasoning
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_every_format_reads_its_own_marks(name: str) -> None:
+    form = FORMATS[name]
+    assert split(create(name), [f"{form.opening}a{form.closing}b"]) == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "opens", "kwargs", "inside"),
+    [
+        ("deepseek-r1", False, {}, True),
+        ("qwen3", False, {}, False),
+        ("qwen3", True, {}, True),
+        ("qwen3", True, {"enable_thinking": False}, False),
+        ("qwen3", False, {"enable_thinking": True}, False),
+        ("deepseek-v3", False, {}, False),
+        ("deepseek-v3", False, {"thinking": True}, True),
+    ],
+)
+def test_where_the_output_begins(name: str, opens: bool, kwargs: dict[str, bool], inside: bool) -> None:
+    assert create(name, reasoning_opens=opens, template_kwargs=kwargs).in_reasoning is inside
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="qwen3"):
+        format_of("qwen9")
