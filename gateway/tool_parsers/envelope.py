@@ -87,8 +87,7 @@ class HermesParser(EnvelopeParser):
             self._begin_attempt(mark)
             yield from self._skip_space()
             if (yield from self._envelope()):
-                yield from self._skip_space()
-                yield from self._accept("</tool_call>")
+                yield from self._closing("</tool_call>")
             else:
                 self._give_up()
 
@@ -110,8 +109,7 @@ class Llama3JsonParser(EnvelopeParser):
             if at_line_start:
                 mark = yield from self._accept("{", "<|python_tag|>")
                 if mark and (yield from self._call(mark)):
-                    yield from self._skip_space()
-                    if (yield from self._accept(";")):
+                    if (yield from self._closing(";")):
                         yield from self._skip_space()
                     continue
             mark = yield from self._until(["\n", "<|python_tag|>", "<|eom_id|>", "<|eot_id|>"], self._emit_text)
@@ -163,9 +161,7 @@ class MistralParser(EnvelopeParser):
             if not (yield from self._envelope()):
                 return found
             found = True
-            yield from self._skip_space()
-            if not (yield from self._accept(",")):
-                yield from self._accept("]")
+            if (yield from self._closing(",", "]")) != ",":
                 return True
 
     def _named(self) -> Reader[bool]:

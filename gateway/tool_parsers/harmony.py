@@ -64,5 +64,4 @@ class HarmonyParser(ReaderParser):
                 self._emit_arguments(index, "{}")
             return
         yield from self._arguments(index)
-        yield from self._skip_space()
-        yield from self._accept(*_ENDS)
+        yield from self._closing(*_ENDS)

@@ -74,6 +74,9 @@ class ReaderParser(ToolParser):
         if self._over:
             self._emit_text(self._text)
             self._text, self._at = "", 0
+            if self._held and self.num_calls == 0:
+                self._events.append(TextDelta(self._held))  # all there is
+                self._held = ""
         events, self._events = self._events, []
         return events
 
@@ -135,6 +138,17 @@ class ReaderParser(ToolParser):
     def _skip_space(self) -> Reader[None]:
         while (yield from self._peek()) in tuple(_SPACE):
             self._at += 1
+
+    def _closing(self, *marks: str) -> Reader[str]:
+        """After a call: one of ``marks``, white space before it dropped. Space before anything else is text."""
+        space = ""
+        while (char := (yield from self._peek())) in tuple(_SPACE):
+            space += char
+            self._at += 1
+        found = yield from self._accept(*marks)
+        if not found:
+            self._emit_text(space)
+        return found
 
     def _accept(self, *marks: str) -> Reader[str]:
         """Read the longest of ``marks`` that comes next; empty when none does."""

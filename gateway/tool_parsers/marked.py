@@ -64,10 +64,8 @@ class DeepSeekV3Parser(ReaderParser):
         if not name or (yield from self._peek()) != "{":
             return False
         yield from self._arguments(self._emit_call(name))
-        yield from self._skip_space()
-        if (yield from self._accept("```")):
-            yield from self._skip_space()
-        yield from self._accept(self.end_call)
+        if (yield from self._closing("```", self.end_call)) == "```":
+            yield from self._closing(self.end_call)
         return True
 
 
@@ -113,6 +111,5 @@ class KimiK2Parser(ReaderParser):
         own = call_id if ":" in call_id and call_id not in ids else None
         ids.add(call_id)
         yield from self._arguments(self._emit_call(name, own))
-        yield from self._skip_space()
-        yield from self._accept("<|tool_call_end|>")
+        yield from self._closing("<|tool_call_end|>")
         return True

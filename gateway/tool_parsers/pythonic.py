@@ -62,9 +62,8 @@ class PythonicParser(ReaderParser):
         if self.num_calls == calls:
             self._give_up()
             return
-        yield from self._accept("]")
-        yield from self._skip_space()
-        yield from self._accept("<|python_end|>")
+        if (yield from self._closing("]")):
+            yield from self._closing("<|python_end|>")
 
     def _call(self, name: str) -> Reader[bool]:
         """Arguments of one call, its ``(`` read; False when it is malformed or cut off."""

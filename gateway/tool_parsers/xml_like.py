@@ -93,8 +93,7 @@ class Qwen3CoderParser(TaggedArgumentsParser):
             return  # cut off
         self._emit_arguments(index, "{}" if first else "}")
         if mark == "</function>":
-            yield from self._skip_space()
-            yield from self._accept("</tool_call>")
+            yield from self._closing("</tool_call>")
 
 
 class Glm45Parser(TaggedArgumentsParser):
