@@ -30,7 +30,7 @@ from typing import Protocol
 
 import msgspec
 
-from common.messages import ForwardBatch, Message, TextBatch, Tokenized, ToScheduler
+from common.messages import ForwardBatch, Generate, Message, TextBatch, Tokenized, ToScheduler, ToWorker
 
 log = logging.getLogger(__name__)
 
@@ -78,26 +78,28 @@ class SchedulerStep(TraceRecord, frozen=True, tag="step"):
     now: float
     """The clock the step was given."""
     took_s: float
-    messages: list[ToScheduler]
+    """Deciding and sending."""
+    messages: list[ToScheduler] = []
     """Every message of the step, in the order they were ingested."""
-    batch: ForwardBatch | None
-    """The forward batch decided; None: nothing to run, or no room for another step in flight."""
-    digest: int
-    """CRC-32 of everything else the step put out."""
+    orders: list[ToWorker] = []
+    """What it decided: at most one ForwardBatch; a Reset."""
+    digest: int = 0
+    """CRC-32 of the rest of what the step put out (see ``scheduler_proc/record.py``)."""
+    worker_full: bool = False
+    detokenizer_full: bool = False
+    """Channels that had no room (inputs of the step, too)."""
     num_running: int = 0
     num_waiting: int = 0
     free_pages: int = 0
     cached_pages: int = 0
     """Pages in the tree that could be evicted."""
     held: str = ""
-    """Why the head of the waiting queue stayed where it is; empty: it did not."""
+    """The request at the head of the waiting queue and why it is still there; empty: nothing waits."""
 
-
-class ChannelState(TraceRecord, frozen=True, tag="channel"):
-    """What the loop around the scheduler told it of the channels (also an input of its next step)."""
-
-    name: str
-    values: list[int]
+    @property
+    def batch(self) -> ForwardBatch | None:
+        """The forward batch decided; None: nothing to run, or no room for another step in flight."""
+        return next((order for order in self.orders if isinstance(order, ForwardBatch)), None)
 
 
 class WorkerStep(TraceRecord, frozen=True, tag="worker"):
@@ -155,7 +157,7 @@ class Finished(TraceRecord, frozen=True, tag="finished"):
 
 
 AnyRecord = (
-    SegmentStart | SchedulerState | SchedulerStep | ChannelState | WorkerStep
+    SegmentStart | SchedulerState | SchedulerStep | WorkerStep
     | Arrived | TokenizedAt | TextOut | Written | Finished
 )  # fmt: skip
 
@@ -199,13 +201,19 @@ class TraceWriter:
         self._lock = threading.Lock()
         """A worker's heartbeat thread flushes while its main thread is in a long step."""
 
-    def write(self, record: TraceRecord) -> None:
-        """Append one record. What ``opening`` tells must not yet contain what the record says."""
+    def make_room(self) -> None:
+        """Begin a segment if the current one is full, so that ``opening`` is asked now and not by ``write``."""
         with self._lock:
+            if self._room <= 0 and not self._off:
+                self._begin_segment()
+
+    def write(self, record: TraceRecord) -> None:
+        """Append one record, to a new segment if the current one is full."""
+        with self._lock:
+            if self._room <= 0 and not self._off:
+                self._begin_segment()
             if self._off:
                 return
-            if self._room <= 0:
-                self._begin_segment()
             self._append(record)
             if len(self._buffer) >= FLUSH_BYTES:
                 self._flush()
@@ -326,6 +334,11 @@ def traced(
 ) -> SendsMessages:
     """``sender`` itself when there is no trace."""
     return sender if trace is None else TracedSender(sender, trace, describe)
+
+
+def describe_arrival(message: Generate, now: float) -> TraceRecord:
+    """gateway: a request came in, or goes in again."""
+    return Arrived(now, message.rid, message.attempt, str(message.prompt.__struct_config__.tag))
 
 
 def describe_tokenized(message: Message) -> TraceRecord | None:

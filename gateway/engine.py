@@ -35,6 +35,7 @@ from common.messages import (
     TokenizerReady,
     TokenizeText,
 )
+from common.trace import Finished, TraceWriter, describe_arrival
 from gateway.fleet import Fleet
 from gateway.metrics import GatewayMetrics
 from gateway.request import Delta, Exchange, OpenRequest
@@ -73,6 +74,8 @@ class Engine:
         self._inbox = channels.receiver(gateway)
         self._tokenizers = [channels.sender(f"tokenizer-{i}") for i in range(config.http.tokenizers)]
         self._scheduler = channels.sender("scheduler")
+        self.trace: TraceWriter | None = None
+        """Set by the process when ``--trace`` is on."""
         self._replies: dict[str, asyncio.Future[Any]] = {}
         self._next_lease = 0.0
 
@@ -119,6 +122,8 @@ class Engine:
                 )
             record.unsent = not sent
             self.open[record.rid] = record
+            if self.trace is not None:
+                self.trace.write(describe_arrival(record.generate, record.generate.received))
         self.exchanges.add(exchange)
 
     def release(self, exchange: Exchange, reason: str = "client disconnected") -> None:
@@ -262,6 +267,8 @@ class Engine:
     def _end(self, record: OpenRequest, finish: Finish) -> None:
         del self.open[record.rid]
         record.finish = finish
+        if self.trace is not None:
+            self.trace.write(Finished(time.time(), record.rid, finish.reason, record.num_ids))
 
     def _take_status(self, status: EngineStatus) -> None:
         stale = self.fleet.take_status(status, time.monotonic())
@@ -276,6 +283,8 @@ class Engine:
     def _resubmit(self, record: OpenRequest) -> None:
         record.attempt += 1
         self.metrics.num_resubmitted += 1
+        if self.trace is not None:
+            self.trace.write(describe_arrival(record.message(), time.time()))
         record.unsent = not self._tokenizers[record.tokenizer].send(record.message())
 
     def _send_abort(self, record: OpenRequest, now: float) -> None:

@@ -21,6 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from common.errors import RequestError
 from common.messages import ErrorInfo
+from common.trace import Written
 from gateway.engine import Engine
 from gateway.errors import error_json, error_response
 from gateway.request import Delta, Exchange
@@ -178,6 +179,8 @@ class EngineReply(Response):
                 metrics.itl.observe(now - record.last_write)
             else:
                 metrics.ttft.observe(now - exchange.received)
+                if self._engine.trace is not None:
+                    self._engine.trace.write(Written(time.time(), record.rid))
             record.last_write = now
 
     def _observe_end(self) -> None:

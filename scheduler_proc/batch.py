@@ -43,6 +43,11 @@ class Batcher:
         pool = self.state.pool
         return pool is not None and len(pool.in_flight) < self.depth
 
+    @property
+    def stuck(self) -> Req | None:
+        """Who was first in the queue and did not fit, in the last batch that was tried."""
+        return self._stuck
+
     def next_batch(self, now: float) -> ForwardBatch | None:
         """One batch, or None: no worker, enough in flight, or nothing can run."""
         state = self.state

@@ -13,6 +13,7 @@ from common.channels import Channels, Receiver, Sender
 from common.errors import InvariantError
 from common.messages import EngineStatus, GatewayLease, Message
 from common.process import ProcessContext
+from scheduler_proc.record import StepRecorder
 from scheduler_proc.scheduler import Scheduler, StepOutput
 
 log = logging.getLogger(__name__)
@@ -129,17 +130,19 @@ def main(context: ProcessContext) -> None:
     progress = 0
     last_check = time.time()
     now = 0.0
+    recorder = None if context.trace is None else StepRecorder(context.trace, scheduler)
     while not context.stopping:
         messages = mail.receive()
         now = max(now, time.time())  # a clock set back must not undo what has expired
+        worker_full, detokenizer_full = any(worker.full for worker in mail.workers), mail.detokenizer.full
+        if recorder is not None:
+            recorder.before()
         out = scheduler.step(
-            messages,
-            now,
-            worker_full=any(worker.full for worker in mail.workers),
-            detokenizer_full=mail.detokenizer.full,
-            max_batches=1,
+            messages, now, worker_full=worker_full, detokenizer_full=detokenizer_full, max_batches=1
         )
         mail.send(out)
+        if recorder is not None:
+            recorder.after(messages, now, out, worker_full=worker_full, detokenizer_full=detokenizer_full)
         for level, words in out.log:
             log.log(logging.getLevelNamesMapping()[level.upper()], "%s", words)
         progress += 1

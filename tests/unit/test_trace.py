@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from common.messages import Abort, ForwardBatch, SamplingParams, TextParams, Tokenized, pack_i32
+from common.messages import Abort, ForwardBatch, Reset, SamplingParams, TextParams, Tokenized, pack_i32
 from common.trace import Arrived, SchedulerState, SchedulerStep, TraceWriter
 from tools.replay.reader import TraceError, iterate, read_run, read_segment
 
@@ -26,7 +26,8 @@ def step(number: int) -> SchedulerStep:
         text=TextParams(stop=("\n",)),
     )
     batch = ForwardBatch(epoch=1, step=number, slots=pack_i32([0]))
-    return SchedulerStep(1.5, 0.001, [request, Abort(rid="x", gateway="g")], batch, 42, held="no pages")
+    inputs = [request, Abort(rid="x", gateway="g")]
+    return SchedulerStep(1.5, 0.001, inputs, [Reset(epoch=1, scheduler_generation=0), batch], 42)
 
 
 def test_reads_back_what_was_written(tmp_path: Path) -> None:
@@ -74,6 +75,7 @@ def test_rotates_and_opens_each_segment_with_the_snapshot_of_that_moment(tmp_pat
     number = 0
     out.opening = lambda: [SchedulerState(0.0, str(number).encode())]
     for number in range(12):
+        out.make_room()
         out.write(step(number))
     out.close()
     segments = read_run(tmp_path)
