@@ -91,6 +91,25 @@ def test_text_and_ids_of_a_stream_join_to_the_whole(bench: Bench) -> None:
     assert not any("\ufffd" in row.text for row in reader.rows)
 
 
+def test_a_prompt_that_ends_inside_a_character_is_not_repeated(bench: Bench) -> None:
+    prompt_and_output = bench.ids("tail 🧊")
+    ids = [*prompt_and_output[-2:], *bench.ids("ok")]  # the prompt had the first bytes of the character
+    bench.begin()
+    bench.stream(ids)
+    assert read(bench.gateway()).text == bench.tokenizer.decode(ids) == "\ufffd\ufffdok"
+
+
+def test_state_is_kept_however_many_requests_live(bench: Bench) -> None:
+    bench.begin("first")
+    bench.stream(bench.ids("it is "), finish=None, rid="first")
+    for n in range(3000):
+        bench.begin(f"r{n}")
+    assert bench.detokenizer.num_live == 3001
+    rest = pack_i32(bench.ids("there"))
+    bench.step(TokenRow("first", 0, len(bench.ids("it is ")), rest, finish=LENGTH))
+    assert read(bench.gateway(), "first").text == "it is there"
+
+
 def test_an_unfinished_character_is_flushed_at_the_end(bench: Bench) -> None:
     ids = bench.ids("a🧊")[:-1]
     bench.begin()
