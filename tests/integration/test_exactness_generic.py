@@ -54,9 +54,7 @@ def step(runner: GenericRunner, rows: list[tuple[Sequence, int]]) -> np.ndarray:
     width = max(len(s.pages) for s, _ in rows)
     table = np.array([s.pages + [0] * (width - len(s.pages)) for s, _ in rows], np.int32)
     i32 = lambda values: np.array(values, np.int32)  # noqa: E731
-    return runner.forward(
-        PackedBatch(i32(ids), i32(positions), i32(starts), i32(lens), table, i32(starts[1:]) - 1)
-    )
+    return runner.forward(PackedBatch(i32(ids), i32(positions), i32(starts), i32(lens), table, i32(starts[1:]) - 1))
 
 
 def run_greedy(runner: GenericRunner, sequences: list[Sequence], chunk: int) -> list[list[int]]:

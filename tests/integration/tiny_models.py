@@ -25,19 +25,31 @@ CONFIGS: dict[str, Any] = {
     "qwen3": lambda: hf.Qwen3Config(**_BASE, head_dim=16),
     "mistral": lambda: hf.MistralConfig(**_BASE, sliding_window=20),
     "gemma3": lambda: hf.Gemma3TextConfig(
-        **_BASE, head_dim=16, sliding_window=12, query_pre_attn_scalar=16,
+        **_BASE,
+        head_dim=16,
+        sliding_window=12,
+        query_pre_attn_scalar=16,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),  # fmt: skip
     "gemma2": lambda: hf.Gemma2Config(
-        **_BASE, head_dim=16, sliding_window=12, query_pre_attn_scalar=16, attn_logit_softcapping=5.0,
-        final_logit_softcapping=10.0, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        **_BASE,
+        head_dim=16,
+        sliding_window=12,
+        query_pre_attn_scalar=16,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=10.0,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),  # fmt: skip
     "gpt2": _gpt2,
     "gpt_neox": lambda: hf.GPTNeoXConfig(**{k: v for k, v in _BASE.items() if k != "num_key_value_heads"}),
     "mixtral": lambda: hf.MixtralConfig(**_BASE, num_local_experts=6, num_experts_per_tok=2),
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(**_BASE, **_MOE, head_dim=16),
     "gpt_oss": lambda: hf.GptOssConfig(
-        **_BASE, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=12,
+        **_BASE,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=12,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),  # fmt: skip
 }

@@ -103,9 +103,9 @@ def find_cut(values, weights, want_count, want_mass, members, n, bin_count, bin_
             i = j if n < 0 else members[j]
             v = values[i]
             if v > -np.inf:
-                b = np.int64(min((high - v) * scale, np.float32(NUM_BINS - 1)))
-                bin_count[b] += 1
-                bin_mass[b] += weights[i]
+                at = np.int64(min((high - v) * scale, np.float32(NUM_BINS - 1)))
+                bin_count[at] += 1
+                bin_mass[at] += weights[i]
         b = 0
         while b < NUM_BINS and count + bin_count[b] < want_count and mass + bin_mass[b] < want_mass:
             count += bin_count[b]

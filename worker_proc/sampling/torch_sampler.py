@@ -105,7 +105,7 @@ def _penalise(work: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
 def _draw(work: Tensor, peaks: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
     """int64 [R]: one id per row by inverse CDF in order of ids, over what the filters leave."""
     device, size = work.device, work.shape[1]
-    inverse = _column([np.float32(1.0 / q.params.temperature) for q in requests], device)
+    inverse = _column([float(np.float32(1.0 / q.params.temperature)) for q in requests], device)
     scaled = (work - peaks[:, None]) * inverse
     weights = torch.exp(scaled).double()
     weights = torch.where(torch.isneginf(scaled), 0.0, weights)
@@ -121,7 +121,7 @@ def _draw(work: Tensor, peaks: Tensor, requests: Sequence[SampleRequest]) -> Ten
         keep = (mass - ordered < top_p * mass[:, -1:]) | (top_p >= 1.0)
         weights = torch.zeros_like(weights).scatter_(1, order, torch.where(keep, ordered, 0.0))
     if any(q.params.min_p > 0.0 for q in requests):
-        floor = [np.float32(np.log(q.params.min_p)) if q.params.min_p > 0.0 else -np.inf for q in requests]
+        floor = [float(np.log(q.params.min_p)) if q.params.min_p > 0.0 else -np.inf for q in requests]
         weights = torch.where(scaled >= _column(floor, device), weights, 0.0)
     mass = weights.cumsum(dim=1)
     u = torch.from_numpy(draws_of(requests)).to(device)[:, None]
