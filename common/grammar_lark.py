@@ -12,13 +12,13 @@ from collections.abc import Mapping
 
 from common.errors import RequestError
 from common.grammar_ebnf import ebnf_to_lark, is_lark
+from common.grammar_regex import portable_regex
 from common.grammar_schema import Json, prepare_schema
 
 ANY_TEXT = "/(?s:.*)/"
 
-_REGEX_PIECE = re.compile(r"\\(?:[pPx]\{[^}]*\}|.)|\[\^?|.", re.DOTALL)
-_ASCII = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[ \t\n\r\f\v]"}
-_ASCII_IN_CLASS = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v"}
+_SLASHES = re.compile(r"\\\\.|[/\n\r]", re.DOTALL)
+_ESCAPED = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}
 # Comments, strings, regexes and special tokens are skipped, so that only names are renamed.
 _LARK_PIECE = re.compile(
     r"""//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|<[^<>\s]+>|(?<![\w@.-])start(?![\w-])"""
@@ -35,33 +35,11 @@ def literal(text: str) -> str:
 
 
 def regex_literal(pattern: str) -> str:
-    r"""A regular expression (Rust's syntax; the whole text must match) as a Lark terminal.
-
-    ``\d``, ``\w`` and ``\s`` mean their ASCII members, as in JavaScript and JSON Schema: what matches
-    here then matches under any engine's reading. Their complements stay complements of the Unicode sets.
-    """
+    """A regular expression (Rust's syntax; the whole text must match) as a Lark terminal."""
     if not pattern:
         return '""'
-    out: list[str] = []
-    in_class = negated = False
-    for piece in _REGEX_PIECE.findall(pattern):
-        if piece[0] == "\\" and piece[1:] in _ASCII and not negated:
-            out.append((_ASCII_IN_CLASS if in_class else _ASCII)[piece[1:]])
-        elif piece == "/":
-            out.append(r"\/")
-        elif piece == "\n":
-            out.append(r"\n")
-        elif piece == "\r":
-            out.append(r"\r")
-        elif in_class and piece in ("[", "[^"):
-            out.append("\\[" + piece[1:].replace("^", "\\^"))  # Python and JavaScript have no nested classes
-        else:
-            if piece in ("[", "[^"):
-                in_class, negated = True, piece == "[^"
-            elif piece == "]" and in_class and out[-1] not in ("[", "[^"):
-                in_class = negated = False
-            out.append("\\]" if piece == "]" and in_class else piece)
-    return "/" + "".join(out) + "/"
+    escaped = _SLASHES.sub(lambda found: _ESCAPED.get(found.group(), found.group()), portable_regex(pattern))
+    return f"/{escaped}/"
 
 
 def rename_start(lark: str, name: str) -> str:

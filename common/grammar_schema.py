@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from urllib.parse import unquote
 
 from common.errors import RequestError
+from common.grammar_regex import portable_regex
 from common.schema_keywords import FORMATS, KEYWORDS, MAX_DEPENDENCIES, TYPES
 
 Json = Any
@@ -27,7 +28,7 @@ WHITESPACE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexibl
 
 _GUIDANCE_TYPES: dict[str, type] = {
     "item_separator": str, "key_separator": str, "whitespace_flexible": bool, "whitespace_pattern": str,
-    "coerce_one_of": bool, "json_allowed_escapes": str,
+    "coerce_one_of": bool,
 }
 
 _PLAIN_REF = re.compile(r"#/(\$defs|definitions)/[^/]+")
@@ -56,7 +57,8 @@ def prepare_schema(schema: Json) -> Schema:
     if not isinstance(prepared, dict):
         _refuse("#", "the schema allows nothing")
     # Printable characters have one spelling only: else "\u0061" would be an additional property "a".
-    if "json_allowed_escapes" not in guidance and not _has_control_characters(prepared):
+    # (Where a fixed value needs \u, llguidance would silently leave the character out.)
+    if not _has_control_characters(prepared):
         guidance["json_allowed_escapes"] = 'nrbtf\\"'
     preparer.hoist_into(prepared)
     return {"x-guidance": guidance, **prepared}
@@ -98,7 +100,7 @@ def _checked_guidance(options: Json) -> Schema:
 
 def _has_control_characters(value: Json) -> bool:
     if isinstance(value, str):
-        return any(char < " " and char not in "\n\r\b\t\f" for char in value)
+        return any((char < " " and char not in "\n\r\b\t\f") or char == "\x7f" for char in value)
     if isinstance(value, dict):
         return any(_has_control_characters(key) or _has_control_characters(item) for key, item in value.items())
     return isinstance(value, list) and any(_has_control_characters(item) for item in value)
@@ -141,8 +143,10 @@ class _Preparer:
                 case "schema_map":
                     if not isinstance(value, dict):
                         _refuse(place, "must be an object of schemas")
+                    rename = portable_regex if key == "patternProperties" else str
                     out[key] = {
-                        name: self.prepare(item, _pointer(place, name), depth + 1) for name, item in value.items()
+                        rename(name): self.prepare(item, _pointer(place, name), depth + 1)
+                        for name, item in value.items()
                     }
                 case _:
                     out[key] = value
@@ -251,6 +255,11 @@ def _rewrite_older_drafts(out: Schema, path: str) -> None:
         out["dependentRequired"] = {**out.get("dependentRequired", {}), name: needs}
 
 
+def _make_portable(out: Schema, path: str) -> None:
+    if "pattern" in out:
+        out["pattern"] = portable_regex(out["pattern"])
+
+
 def _drop_what_says_nothing(out: Schema, path: str) -> None:
     if out.get("not") is False:
         del out["not"]
@@ -333,6 +342,6 @@ def _check_min_properties(out: Schema, path: str) -> None:
 
 
 _REWRITES: tuple[Callable[[Schema, str], None], ...] = (
-    _rewrite_older_drafts, _drop_what_says_nothing, _rewrite_unevaluated, _rewrite_property_names,
+    _rewrite_older_drafts, _make_portable, _drop_what_says_nothing, _rewrite_unevaluated, _rewrite_property_names,
     _rewrite_dependent_required, _check_min_properties,
 )
