@@ -19,18 +19,18 @@ each; here a line costs its barrier, below a microsecond when both cores are our
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numba import carray
 
 from worker_proc.kernels.cpu.attention import make_attention
 from worker_proc.kernels.cpu.attention_plan import plan_attention
-from worker_proc.kernels.cpu.gemm import make_linear
+from worker_proc.kernels.cpu.gemm import ADD, GELU, SILU, STORE, make_linear
 from worker_proc.kernels.cpu.isa import Isa
 from worker_proc.kernels.cpu.kernels import KernelSet, build, jit
 from worker_proc.kernels.cpu.layout import NUM_SPLIT_TOKENS
-from worker_proc.kernels.cpu.rowwise import make_rope, make_row_phases
+from worker_proc.kernels.cpu.rowwise import make_norms, make_rope, make_row_phases
 from worker_proc.kernels.cpu.scalar import cycle_counter, i32_pointer, i64_pointer
 from worker_proc.kernels.cpu.team import begin_phase, make_waiting
 
@@ -58,9 +58,8 @@ def _make_tile_switch(kernels: KernelSet) -> Any:
     return switch
 
 
-def _make_clock(kernels: KernelSet) -> tuple[Any, Any]:
-    """(end_phase, end_timed): barrier, and barrier that books the phase's cycles when profiling."""
-    end_phase, wait_step, _ = make_waiting(kernels)
+def _make_clock(end_phase: Any) -> Any:
+    """``end_timed``: the barrier; it books the phase's cycles when profiling."""
 
     @jit
     def end_timed(sync: int, phase: int, nt: int, profile: int, tid: int, column: int, started: int) -> Any:
@@ -75,37 +74,24 @@ def _make_clock(kernels: KernelSet) -> tuple[Any, Any]:
         book[tid, column, 1] += now - worked
         return phase, now
 
-    return end_timed, wait_step
+    return end_timed
 
 
-def _make_layer(kernels: KernelSet, end_timed: Any, switch: Any) -> Any:
-    """One decoder layer."""
-    store, add = make_linear(kernels, "store"), make_linear(kernels, "add")
-    silu, gelu = make_linear(kernels, "silu"), make_linear(kernels, "gelu")
-    rope = make_rope(kernels)
-    attend, join = make_attention(kernels)
-    _, next_norm, _ = make_row_phases(kernels)
+def _make_attention_half(parts: _Parts) -> Any:
+    """Attention and what surrounds it in a layer."""
+    linear, end_timed, switch, rope = parts.linear, parts.end_timed, parts.switch, parts.rope
+    attend, join, residual, next_norm = parts.attend, parts.join, parts.residual, parts.next_norm
 
     @jit
-    def residual(
-        tid: int, nt: int, counters: int, x: int, ldx: int, block: int, w: int, bias: int, inner: int, post: int,
-        model: Any, step: Any, sums: int,
-    ) -> None:  # fmt: skip
-        """x += in @ W, or y = in @ W where a norm comes before the sum."""
-        panels = model.hidden_pad // 32
-        if post != 0:
-            store(tid, nt, counters, x, ldx, step.num_tokens, block, w, bias, panels, inner // 32, step.y,
-                  step.x_stride, 128, sums)  # fmt: skip
-        else:
-            add(tid, nt, counters, x, ldx, step.num_tokens, block, w, bias, panels, inner // 32, step.x,
-                step.x_stride, 128, sums)  # fmt: skip
-
-    @jit
-    def attention_half(tid: int, nt: int, sync: int, phase: int, now: int, model: Any, layer: Any, step: Any, own: Any) -> Any:
+    def attention_half(
+        tid: int, nt: int, sync: int, phase: int, now: int, model: Any, layer: Any, step: Any, own: Any
+    ) -> Any:
         columns = (model.num_heads + 2 * model.num_kv_heads) * model.head_pad
         counters = begin_phase(sync, phase, tid, nt)
-        store(tid, nt, counters, step.xn, step.xn_stride, step.num_tokens, step.row_block, layer.qkv_w, layer.qkv_b,
-              columns // 32, model.hidden_pad // 32, step.qkv, step.qkv_stride, 128, own.sums)  # fmt: skip
+        linear(
+            STORE, tid, nt, counters, step.xn, step.xn_stride, step.num_tokens, step.row_block, layer.qkv_w,
+            layer.qkv_b, columns // 32, model.hidden_pad // 32, step.qkv, step.qkv_stride, own.sums,
+        )  # fmt: skip
         phase, now = end_timed(sync, phase, nt, step.profile, tid, QKV, now)
         counters = begin_phase(sync, phase, tid, nt)
         rope(tid, nt, counters, model, layer, step)
@@ -120,29 +106,38 @@ def _make_layer(kernels: KernelSet, end_timed: Any, switch: Any) -> Any:
             join(tid, nt, counters, model, layer, step, own)
             phase, now = end_timed(sync, phase, nt, step.profile, tid, JOIN, now)
         counters = begin_phase(sync, phase, tid, nt)
-        residual(tid, nt, counters, step.att, step.q_stride, step.row_block, layer.o_w, layer.o_b,
-                 model.num_heads * model.head_pad, layer.attn_post_norm, model, step, own.sums)  # fmt: skip
+        residual(
+            tid, nt, counters, step.att, step.q_stride, step.row_block, layer.o_w, layer.o_b,
+            model.num_heads * model.head_pad, layer.attn_post_norm, model, step, own.sums,
+        )  # fmt: skip
         phase, now = end_timed(sync, phase, nt, step.profile, tid, O_PROJ, now)
         counters = begin_phase(sync, phase, tid, nt)
         next_norm(tid, nt, counters, layer.attn_post_norm, layer.mlp_norm, model, step)
         return end_timed(sync, phase, nt, step.profile, tid, MLP_NORM, now)
+
+    return attention_half
+
+
+def _make_mlp_half(parts: _Parts) -> Any:
+    """The gated MLP and the norm before the next layer."""
+    linear, end_timed, residual, next_norm = parts.linear, parts.end_timed, parts.residual, parts.next_norm
 
     @jit
     def mlp_half(
         tid: int, nt: int, sync: int, phase: int, now: int, norm: int, model: Any, layer: Any, step: Any, own: Any
     ) -> Any:
         counters = begin_phase(sync, phase, tid, nt)
-        panels, steps = model.inner_pad // 16, model.hidden_pad // 32
-        if model.gelu != 0:
-            gelu(tid, nt, counters, step.xn, step.xn_stride, step.num_tokens, step.row_block, layer.gate_up_w,
-                 layer.gate_up_b, panels, steps, step.mlp, step.mlp_stride, 32, own.sums)  # fmt: skip
-        else:
-            silu(tid, nt, counters, step.xn, step.xn_stride, step.num_tokens, step.row_block, layer.gate_up_w,
-                 layer.gate_up_b, panels, steps, step.mlp, step.mlp_stride, 32, own.sums)  # fmt: skip
+        linear(
+            GELU if model.gelu != 0 else SILU, tid, nt, counters, step.xn, step.xn_stride, step.num_tokens,
+            step.row_block, layer.gate_up_w, layer.gate_up_b, model.inner_pad // 16, model.hidden_pad // 32,
+            step.mlp, step.mlp_stride, own.sums,
+        )  # fmt: skip
         phase, now = end_timed(sync, phase, nt, step.profile, tid, GATE_UP, now)
         counters = begin_phase(sync, phase, tid, nt)
-        residual(tid, nt, counters, step.mlp, step.mlp_stride, step.inner_row_block, layer.down_w, layer.down_b,
-                 model.inner_pad, layer.mlp_post_norm, model, step, own.sums)  # fmt: skip
+        residual(
+            tid, nt, counters, step.mlp, step.mlp_stride, step.inner_row_block, layer.down_w, layer.down_b,
+            model.inner_pad, layer.mlp_post_norm, model, step, own.sums,
+        )  # fmt: skip
         phase, now = end_timed(sync, phase, nt, step.profile, tid, DOWN, now)
         if norm == 0 and layer.mlp_post_norm == 0:
             return phase, now
@@ -150,15 +145,12 @@ def _make_layer(kernels: KernelSet, end_timed: Any, switch: Any) -> Any:
         next_norm(tid, nt, counters, layer.mlp_post_norm, norm, model, step)
         return end_timed(sync, phase, nt, step.profile, tid, NEXT_NORM, now)
 
-    return attention_half, mlp_half
+    return mlp_half
 
 
-def _make_step(kernels: KernelSet, end_timed: Any) -> Any:
-    """All phases of one step."""
-    switch = _make_tile_switch(kernels)
-    embed, _, final_norm = make_row_phases(kernels)
-    attention_half, mlp_half = _make_layer(kernels, end_timed, switch)
-    store = make_linear(kernels, "store")
+def _make_head(parts: _Parts) -> Any:
+    """Logits of the wanted rows."""
+    linear, end_timed, final_norm = parts.linear, parts.end_timed, parts.final_norm
 
     @jit
     def head(tid: int, nt: int, sync: int, phase: int, now: int, model: Any, step: Any, own: Any) -> Any:
@@ -166,59 +158,112 @@ def _make_step(kernels: KernelSet, end_timed: Any) -> Any:
         final_norm(tid, nt, counters, model, step)
         phase, now = end_timed(sync, phase, nt, step.profile, tid, FINAL_NORM, now)
         counters = begin_phase(sync, phase, tid, nt)
-        store(tid, nt, counters, step.xn, step.xn_stride, step.num_logits, step.row_block, model.head_w, model.head_b,
-              model.vocab_pad // 32, model.hidden_pad // 32, step.logits, model.vocab_pad * 4, 128, own.sums)  # fmt: skip
+        linear(
+            STORE, tid, nt, counters, step.xn, step.xn_stride, step.num_logits, step.row_block, model.head_w,
+            model.head_b, model.vocab_pad // 32, model.hidden_pad // 32, step.logits, model.vocab_pad * 4, own.sums,
+        )  # fmt: skip
         return end_timed(sync, phase, nt, step.profile, tid, LM_HEAD, now)
 
-    @jit
-    def run(tid: int, nt: int, sync: int, phase: int, model: Any, layers: Any, step: Any, own: Any) -> Any:
-        now = cycle_counter()
-        # After the last barrier the caller may already write the next step's record: read it before.
-        num_logits = step.num_logits
-        switch(model.tiles_gemm)
-        counters = begin_phase(sync, phase, tid, nt)
-        if tid == 0:
-            plan_attention(model, step)
-        embed(tid, nt, counters, layers[0].attn_norm, model, step)
-        phase, now = end_timed(sync, phase, nt, step.profile, tid, EMBED, now)
-        for index in range(model.num_layers):
-            phase, now = attention_half(tid, nt, sync, phase, now, model, layers[index], step, own)
-            norm = layers[index + 1].attn_norm if index + 1 < model.num_layers else np.int64(0)
-            phase, now = mlp_half(tid, nt, sync, phase, now, norm, model, layers[index], step, own)
-        if num_logits > 0:
-            phase, now = head(tid, nt, sync, phase, now, model, step, own)
-        switch(0)
-        return phase
+    return head
 
-    return run
+
+def _make_residual(linear: Any) -> Any:
+    """A linear layer whose output joins the residual stream."""
+
+    @jit
+    def residual(
+        tid: int, nt: int, counters: int, x: int, ldx: int, block: int, w: int, bias: int, inner: int, post: int,
+        model: Any, step: Any, sums: int,
+    ) -> None:  # fmt: skip
+        """x += in @ W, or y = in @ W where a norm comes before the sum."""
+        mode, out = (STORE, step.y) if post != 0 else (ADD, step.x)
+        linear(
+            mode, tid, nt, counters, x, ldx, step.num_tokens, block, w, bias, model.hidden_pad // 32, inner // 32,
+            out, step.x_stride, sums,
+        )  # fmt: skip
+
+    return residual
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The phases' functions, each made (and so compiled) once."""
+
+    linear: Any
+    residual: Any
+    rope: Any
+    attend: Any
+    join: Any
+    embed: Any
+    next_norm: Any
+    final_norm: Any
+    end_timed: Any
+    switch: Any
+
+
+def _make_parts(kernels: KernelSet, end_phase: Any) -> _Parts:
+    linear = make_linear(kernels)
+    norm_row, normed_row = make_norms(kernels)
+    attend, join = make_attention(kernels)
+    embed, next_norm, final_norm = make_row_phases(norm_row, normed_row)
+    return _Parts(
+        linear=linear,
+        residual=_make_residual(linear),
+        rope=make_rope(normed_row),
+        attend=attend,
+        join=join,
+        embed=embed,
+        next_norm=next_norm,
+        final_norm=final_norm,
+        end_timed=_make_clock(end_phase),
+        switch=_make_tile_switch(kernels),
+    )
 
 
 def make_forward(isa: Isa) -> Any:
     """``team_main`` for an instruction set, not compiled yet.
 
     ``team_main(tid, nt, sync, phase, models, layers, steps, owns, stay)`` runs one step and returns
-    the next phase number (tid -1: only wakes the team, to stop it); with ``stay`` it is a thread of the team, runs every step the caller
-    starts, and returns when the team is stopped.
+    the next phase number (tid -1: only wakes the team, to stop it); with ``stay`` it is a thread of the
+    team, runs every step the caller starts, and returns when the team is stopped.
     """
     kernels = build(isa)
-    end_timed, wait_step = _make_clock(kernels)
-    run = _make_step(kernels, end_timed)
-    start_step = make_waiting(kernels)[2]
+    end_phase, wait_step, start_step = make_waiting(kernels)
+    parts = _make_parts(kernels, end_phase)
+    switch, embed, end_timed = parts.switch, parts.embed, parts.end_timed
+    attention_half, mlp_half, head = _make_attention_half(parts), _make_mlp_half(parts), _make_head(parts)
 
     def team_main(
         tid: int, nt: int, sync: int, phase: int, models: Any, layers: Any, steps: Any, owns: Any, stay: bool
     ) -> Any:
+        model, step, own = models[0], steps[0], owns[max(tid, 0)]
         number = 0
         while True:
+            number += 1
             if stay:
-                number += 1
                 if not wait_step(sync, number):
                     return phase
             else:
                 start_step(sync)
                 if tid < 0:
                     return phase
-            phase = run(tid, nt, sync, phase, models[0], layers, steps[0], owns[tid])
+            now = cycle_counter()
+            # After the last barrier the caller may already write the next step's record: read it before.
+            num_logits = step.num_logits
+            switch(model.tiles_gemm)
+            counters = begin_phase(sync, phase, tid, nt)
+            if tid == 0:
+                plan_attention(model, step)
+            embed(tid, nt, counters, layers[0].attn_norm, model, step)
+            phase, now = end_timed(sync, phase, nt, step.profile, tid, EMBED, now)
+            for index in range(model.num_layers):
+                layer = layers[index]
+                phase, now = attention_half(tid, nt, sync, phase, now, model, layer, step, own)
+                norm = layers[index + 1].attn_norm if index + 1 < model.num_layers else 0
+                phase, now = mlp_half(tid, nt, sync, phase, now, norm, model, layer, step, own)
+            if num_logits > 0:
+                phase, now = head(tid, nt, sync, phase, now, model, step, own)
+            switch(0)
             if not stay:
                 return phase
 

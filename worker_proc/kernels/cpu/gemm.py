@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from worker_proc.kernels.cpu.epilogue import SCRATCH_ROW_BYTES
+from worker_proc.kernels.cpu.epilogue import MODES, SCRATCH_ROW_BYTES
 from worker_proc.kernels.cpu.kernels import KernelSet, jit
 from worker_proc.kernels.cpu.team import next_item
 from worker_proc.kernels.cpu.tiles import STEP_BYTES
 
 W_STEP = 2 * STEP_BYTES
+STORE, ADD, SILU, GELU = range(len(MODES))
 ACTIVATION_BYTES = 1 << 20
 """Activations of a row block: half of a 2 MiB second-level cache."""
 
@@ -26,17 +27,28 @@ def row_block(inner: int) -> int:
     return max(32, min(512, ACTIVATION_BYTES // (2 * inner) // 32 * 32))
 
 
-def make_linear(kernels: KernelSet, mode: str) -> Any:
-    """``linear(tid, nt, counters, x, ldx, num_rows, block, w, bias, num_panels, steps, out, ldo, panel_out, sums)``.
+def make_linear(kernels: KernelSet) -> Any:
+    """``linear(mode, tid, nt, counters, x, ldx, num_rows, block, w, bias, num_panels, steps, out, ldo, sums)``.
 
-    ``panel_out``: bytes between the outputs of neighbouring panels; ``sums``: this thread's scratch.
+    ``mode``: an index into ``epilogue.MODES``; ``sums``: this thread's scratch; strides in bytes.
     """
     dot_rows, dot_rows_first = kernels.dot_rows, kernels.dot_rows_first
-    epilogue = kernels.epilogues[mode]
+    store, add, silu, gelu = (kernels.epilogues[name] for name in MODES)
+
+    @jit
+    def finish(mode: int, sums: int, rows: int, bias: int, out: int, ldo: int) -> None:
+        if mode == STORE:
+            store(sums, rows, bias, out, ldo)
+        elif mode == ADD:
+            add(sums, rows, bias, out, ldo)
+        elif mode == SILU:
+            silu(sums, rows, bias, out, ldo)
+        else:
+            gelu(sums, rows, bias, out, ldo)
 
     @jit
     def panel(
-        x: int, ldx: int, rows: int, w: int, bias: int, steps: int, out: int, ldo: int, sums: int
+        mode: int, x: int, ldx: int, rows: int, w: int, bias: int, steps: int, out: int, ldo: int, sums: int
     ) -> None:
         row = 0
         while row < rows:
@@ -46,15 +58,16 @@ def make_linear(kernels: KernelSet, mode: str) -> Any:
                 done = dot_rows_first(left, at, ldx, w, w + STEP_BYTES, steps, W_STEP, sums, SCRATCH_ROW_BYTES)
             else:
                 done = dot_rows(left, at, ldx, w, w + STEP_BYTES, steps, W_STEP, sums, SCRATCH_ROW_BYTES)
-            epilogue(sums, min(done, left), bias, out + row * ldo, ldo)
+            finish(mode, sums, min(done, left), bias, out + row * ldo, ldo)
             row += done
 
     @jit
     def linear(
-        tid: int, nt: int, counters: int, x: int, ldx: int, num_rows: int, block: int, w: int, bias: int,
-        num_panels: int, steps: int, out: int, ldo: int, panel_out: int, sums: int,
+        mode: int, tid: int, nt: int, counters: int, x: int, ldx: int, num_rows: int, block: int, w: int, bias: int,
+        num_panels: int, steps: int, out: int, ldo: int, sums: int,
     ) -> None:  # fmt: skip
         num_blocks = (num_rows + block - 1) // block
+        panel_out = 32 if mode >= SILU else 128  # 16 bf16 or 32 float32
         victim = 0
         while True:
             item, victim = next_item(counters, tid, nt, num_panels * num_blocks, victim)
@@ -64,8 +77,8 @@ def make_linear(kernels: KernelSet, mode: str) -> Any:
             index = item % num_panels
             panel_bias = bias + index * 128 if bias != 0 else 0
             panel(
-                x + first * ldx, ldx, min(block, num_rows - first), w + index * steps * W_STEP, panel_bias,
-                steps, out + first * ldo + index * panel_out, ldo, sums,
+                mode, x + first * ldx, ldx, min(block, num_rows - first), w + index * steps * W_STEP,
+                panel_bias, steps, out + first * ldo + index * panel_out, ldo, sums,
             )  # fmt: skip
 
     return linear

@@ -98,9 +98,8 @@ def block_address(kv: int, page: int, offset: int, head: int, model: Any) -> Any
     return kv + page * model.page_bytes + (head * blocks + offset // BLOCK_TOKENS) * model.head_pad * 32
 
 
-def make_rope(kernels: KernelSet) -> Any:
+def make_rope(normed_row: Any) -> Any:
     """``rope(tid, nt, counters, model, layer, step)``: q to bf16, K and V to pages, for all tokens."""
-    _, normed_row = make_norms(kernels)
 
     @jit
     def prepare(x: int, norm: int, table: int, model: Any) -> None:
@@ -160,9 +159,8 @@ def make_rope(kernels: KernelSet) -> Any:
     return rope
 
 
-def make_row_phases(kernels: KernelSet) -> tuple[Any, Any, Any]:
+def make_row_phases(norm_row: Any, normed_row: Any) -> tuple[Any, Any, Any]:
     """(embed, next_norm, final_norm): phases over rows."""
-    norm_row, normed_row = make_norms(kernels)
 
     @jit
     def embed_and_norm(row: int, norm: int, model: Any, step: Any) -> None:
