@@ -40,6 +40,10 @@ HEARTBEAT_S = 0.5
 PARENT_PID_VARIABLE = "QUINTET_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 
+OUR_LOGGERS = (
+    "common", "gateway", "tokenizer_proc", "scheduler_proc", "worker_proc", "detokenizer_proc", "launcher", "launch",
+)  # fmt: skip
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
@@ -182,11 +186,28 @@ def setup_logging(config: ServerConfig, name: str) -> None:
         handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname).1s [{name}] %(message)s", "%H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    root.setLevel(max(level, logging.INFO))
+    if level < logging.INFO:  # of our own packages alone: Numba's debug output is megabytes
+        for package in OUR_LOGGERS:
+            logging.getLogger(package).setLevel(level)
 
 
 def run(role: str, main: Callable[[ProcessContext], None], argv: list[str] | None = None) -> int:
-    """Run a role as a process: parse arguments, set up, call ``main``, return the exit code."""
+    """Run a role as a process: parse arguments, set up, call ``main``, return the exit code.
+
+    Without ``argv`` (a real process) it does not return but ends the process at once: taking an
+    interpreter full of torch and compiled code apart takes seconds and frees nothing that the
+    kernel does not free.
+    """
+    code = _run(role, main, argv)
+    if argv is None:
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def _run(role: str, main: Callable[[ProcessContext], None], argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog=role)
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--index", type=int, default=0)

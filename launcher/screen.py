@@ -11,18 +11,8 @@ from common.config import ServerConfig
 from launcher.children import Child
 from launcher.ports import url_host
 
-WORKER_ROWS = (
-    ("device", "device"),
-    ("dtype", "dtype"),
-    ("path", "path"),
-    ("batch-invariant", "batch_invariant"),
-    ("KV pages", "num_pages"),
-    ("page size", "page_size"),
-    ("tokens of KV", "max_total_tokens"),
-    ("context length", "context_len"),
-    ("threads", "threads"),
-)
-"""(label, key of the worker's ``Heartbeat.info``)."""
+WORKER_ROWS = ("device", "dtype", "path", "threads", "weights", "pages", "kv", "context")
+"""Keys of the worker's ``Heartbeat.info`` that the table shows, under their own names."""
 
 
 def base_url(config: ServerConfig) -> str:
@@ -38,16 +28,10 @@ def startup_table(config: ServerConfig, children: Iterable[Child]) -> list[str]:
         if child.spec.role == "worker" and child.spec.index == 0:
             info = child.info
     rows = [("model", ", ".join(config.model.served_model_name)), ("folder", config.model_dir)]
-    rows += [(label, _shown(info[key])) for label, key in WORKER_ROWS if key in info]
+    rows += [(key, str(info[key])) for key in WORKER_ROWS if key in info]
     rows.append(("processes", ", ".join(f"{child.name} ({child.pid})" for child in children)))
     rows.append(("address", base_url(config)))
     return [f"  {label:<16}{value}" for label, value in rows]
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def has_chat_template(config: ServerConfig) -> bool:

@@ -260,14 +260,16 @@ class Supervisor:
                 elif child.spec.role == role:
                     child.kill_group()
         deadline = time.monotonic() + STOP_GRACE_S
-        while any(child.running for child in self._children):
+        while late := [child for child in self._children if child.running]:
             if time.monotonic() >= deadline:
-                for child in self._children:
-                    if child.running:
-                        log.warning("%s did not end within %g s; killing it", child.name, STOP_GRACE_S)
+                deadline = float("inf")
+                for child in late:
+                    log.warning("%s did not end within %g s; killing it", child.name, STOP_GRACE_S)
                     child.kill_group()
             self._inbox.wait(TURN_S)
             self._inbox.receive()
             self._notifier.ping()
             for child in self._children:
-                child.collect()
+                code = child.collect()
+                if code is not None:
+                    log.debug("%s ended (%s)", child.name, explain_exit(code))

@@ -38,7 +38,7 @@ def main(context: ProcessContext) -> None:
             ready=mode != "never_ready",
             progress=0 if mode == "stuck" else turns,
             busy_since=1.0 if mode == "stuck" else 0.0,
-            info={"dtype": "float32", "num_pages": 1024},
+            info={"dtype": "float32", "pages": "1024 x 16"},
         )
         if inbox is not None:
             with (context.run_dir / "fleet.jsonl").open("a") as out:
