@@ -1,0 +1,110 @@
+"""Kill or stop a process while streams run: each stream ends with the bytes of an undisturbed run."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integration.client import Assembled, completion_body, post, stream
+from tests.integration.conftest import CPU_ARGS
+from tests.integration.server import Server, eventually
+
+pytestmark = pytest.mark.integration
+NUM_TOKENS = 600
+KILL_AT = 15
+"""Events after which the process is killed: early enough that most of the stream is still to come."""
+BODIES: dict[str, dict[str, Any]] = {
+    "greedy": completion_body("to be or not to be", max_tokens=NUM_TOKENS),
+    "sampled": completion_body("Where is the station?", max_tokens=NUM_TOKENS, temperature=0.9, top_p=0.9, seed=11),
+    "stopped": completion_body("un deux trois", max_tokens=NUM_TOKENS, temperature=0.7, seed=5, stop=["zzzz"]),
+}
+
+
+@pytest.fixture(scope="module")
+def fleet(tiny_folder: Path) -> Iterator[Server]:
+    args = ["--model", str(tiny_folder), *CPU_ARGS, "--hang-timeout-s", "4", "--max-restarts", "20"]
+    server = Server(args)
+    try:
+        yield server.wait_ready()
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fleet: Server) -> dict[str, Assembled]:
+    """What each body gives when nothing happens; checked to be of full length."""
+    found = {name: stream(fleet.url, body) for name, body in BODIES.items()}
+    assert all(one.usage["completion_tokens"] == NUM_TOKENS for one in found.values())
+    return found
+
+
+def is_idle(fleet: Server) -> bool:
+    """Nothing runs or waits, and every process is ready."""
+    try:
+        health = httpx.get(fleet.url + "/health", timeout=5)
+        metrics = httpx.get(fleet.url + "/metrics", timeout=5).text
+    except httpx.HTTPError:
+        return False
+    running = [line for line in metrics.splitlines() if "num_running_reqs" in line and not line.startswith("#")]
+    return health.status_code == 200 and all(float(line.split()[-1]) == 0 for line in running)
+
+
+def disturb(fleet: Server, name: str, number: int) -> dict[str, Assembled]:
+    """Run all bodies at once, signal the process when each of them has begun; what the clients have at the end."""
+    pid = fleet.pids()[name]
+    begun = threading.Barrier(len(BODIES), action=lambda: fleet.kill(name, number))
+
+    def one(body: dict[str, Any]) -> Assembled:
+        return stream(fleet.url, body, on_event=lambda n: begun.wait(30) and None if n == KILL_AT else None)
+
+    with ThreadPoolExecutor(len(BODIES)) as pool:
+        found = dict(zip(BODIES, pool.map(one, BODIES.values()), strict=True))
+    fleet.wait_replaced(name, pid)
+    return found
+
+
+@pytest.mark.parametrize("name", ["tokenizer-0", "detokenizer-0", "scheduler-0", "worker-0"])
+def test_streams_survive_a_kill(fleet: Server, undisturbed: dict[str, Assembled], name: str) -> None:
+    assert disturb(fleet, name, signal.SIGKILL) == undisturbed
+    eventually(lambda: is_idle(fleet), 60, "idle again")
+
+
+@pytest.mark.parametrize("name", ["detokenizer-0", "scheduler-0"])
+def test_streams_survive_a_process_that_stops_answering(
+    fleet: Server, undisturbed: dict[str, Assembled], name: str
+) -> None:
+    assert disturb(fleet, name, signal.SIGSTOP) == undisturbed
+    assert f"{name} is hung" in fleet.log
+
+
+def test_a_request_that_waits_for_its_whole_answer_survives_too(
+    fleet: Server, undisturbed: dict[str, Assembled]
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(post, fleet.url, "/v1/completions", BODIES["greedy"])
+        eventually(lambda: not is_idle(fleet), 10, "it runs")
+        fleet.wait_replaced("scheduler-0", fleet.kill("scheduler-0"))
+        reply = waiting.result(60).json()
+    assert reply["choices"][0]["text"] == undisturbed["greedy"].text
+    assert reply["usage"]["completion_tokens"] == NUM_TOKENS
+
+
+def test_a_killed_gateway_loses_only_its_own_connections(fleet: Server, undisturbed: dict[str, Assembled]) -> None:
+    pid = fleet.pids()["gateway-0"]
+
+    def kill_once(number: int) -> None:
+        if number == KILL_AT:
+            fleet.kill("gateway-0")
+
+    with pytest.raises((httpx.HTTPError, AssertionError)):
+        stream(fleet.url, BODIES["greedy"], on_event=kill_once)
+    fleet.wait_replaced("gateway-0", pid)
+    eventually(lambda: is_idle(fleet), 30, "its requests aborted")
+    assert stream(fleet.url, BODIES["greedy"]) == undisturbed["greedy"]
