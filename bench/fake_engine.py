@@ -42,6 +42,7 @@ from common.messages import (
 )
 
 FIRST_ID = 100
+_ENDLESS_STEP_S = 0.002
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,8 @@ class _Running:
     generate: Generate
     script: Script
     sent: int = 0
+    offset: int = 0
     begun: bool = False
-    ends: Finish | None = None
-    logprobs: int | None = None
-    lines: list[str] = field(default_factory=list)
 
 
 def hello(_: Generate) -> Script:
@@ -195,8 +194,9 @@ class FakeEngine:
                 self._status()
             if self.auto and self._running:
                 self._step()
-                if self._step_s:
-                    time.sleep(self._step_s)
+                endless = any(running.script.endless for running in self._running.values())
+                if pause := self._step_s or (_ENDLESS_STEP_S if endless else 0.0):
+                    time.sleep(pause)
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Generate):
@@ -263,7 +263,7 @@ class FakeEngine:
         many = max(script.per_step, len(generate.output_ids) // 4 - start)
         end = start + many if script.endless else min(total, start + many)
         pieces = [script.pieces[i % len(script.pieces)] for i in range(start, end)]
-        offset = sum(len(script.pieces[i % len(script.pieces)]) for i in range(start))
+        offset = running.offset
         finish = None
         if end >= total and not script.endless:
             finish = script.finish if total == len(script.pieces) else Finish(reason="length")
@@ -289,6 +289,7 @@ class FakeEngine:
         )
         running.begun = True
         running.sent = end
+        running.offset += len(row.text)
         return row
 
     def _row(self, generate: Generate, row: TextRow) -> None:

@@ -1,7 +1,7 @@
 """The gateway's side of the engine's channels: submit, abort, resubmit, and dispatch what arrives.
 
 Everything runs on the event loop's thread. ZeroMQ's descriptor is edge triggered, so ``drain``
-reads until the inbox is empty; ``tick`` drains too, in case an edge was missed, and repeats what
+reads until the inbox is empty (in turns, so that a flood does not stop the loop); ``tick`` drains too, in case an edge was missed, and repeats what
 could not be sent: aborts until their ending arrives, resubmissions that met a full channel.
 """
 
@@ -43,6 +43,7 @@ from gateway.request import Delta, Exchange, OpenRequest
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+DRAIN_LIMIT = 64
 ABORT_REPEAT_S = 1.0
 LEASE_S = 1.0
 STALL_S = 60.0
@@ -130,11 +131,18 @@ class Engine:
         """The exchange is over: abort what of it still runs. Safe to call at any time."""
         self.exchanges.discard(exchange)
         for record in exchange.records:
-            if record.rid in self.open and record.finish is None and not record.aborting:
+            # By identity: an exchange refused for its rid must not end the request that has it.
+            if self.open.get(record.rid) is record and not record.aborting:
                 record.aborting = True
                 record.abort_reason = reason
                 self.metrics.num_aborted += 1
                 self._send_abort(record, time.monotonic())
+
+    def fail_all(self, error: ErrorInfo) -> None:
+        """End every open request with an error (the drain time is over)."""
+        for record in list(self.open.values()):
+            if not record.aborting:
+                self._fail(record, error)
 
     async def control(self, action: Any, *, wait_s: float = REPLY_TIMEOUT_S, **fields: Any) -> ControlReply:
         """Ask the scheduler for an operation; its answer. Raises RequestError 503 without one."""
@@ -158,10 +166,12 @@ class Engine:
     # ---------------------------------------------------------------- what arrives
 
     def drain(self) -> None:
-        """Take in everything that has arrived."""
-        while messages := self._inbox.receive():
-            for message in messages:
-                self._take(message)
+        """Take in what has arrived; after ``DRAIN_LIMIT`` messages the loop's other tasks get their turn."""
+        messages = self._inbox.receive(DRAIN_LIMIT)
+        if len(messages) == DRAIN_LIMIT:
+            asyncio.get_running_loop().call_soon(self.drain)
+        for message in messages:
+            self._take(message)
         self.num_turns += 1
 
     def tick(self, now: float) -> None:
@@ -248,11 +258,14 @@ class Engine:
         if record.num_gaps <= _MAX_GAPS:
             self._resubmit(record)
             return
-        error = ErrorInfo(status=500, message="part of the output was lost inside the server")
+        self._fail(record, ErrorInfo(status=500, message="part of the output was lost inside the server"))
+
+    def _fail(self, record: OpenRequest, error: ErrorInfo) -> None:
+        """Tell the client an error of ours, and the engine to stop."""
         record.finish = Finish(reason="error", error=error)
         record.exchange.push(Delta(record.choice, "", b"", [], [], record.finish))
         record.aborting = True
-        record.abort_reason = "output lost"
+        record.abort_reason = error.message
         self._send_abort(record, time.monotonic())
 
     def _take_rejected(self, message: Rejected) -> None:

@@ -8,13 +8,16 @@ import time
 
 import uvloop
 
+from common.messages import ErrorInfo
 from common.process import ProcessContext
 from gateway.app import make_app
 from gateway.edge import Edge
 from gateway.engine import TICK_S, Engine
 from gateway.metrics import Exposition, GatewayMetrics
+from gateway.output import ToolSupport
 from gateway.protocols.common import Deps
 from gateway.server import Server, listen, make_server
+from gateway.tool_parsers.registry import resolve_name
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +41,10 @@ class Gateway:
         self._exposition = Exposition(context.run_dir, metrics)
         self._metrics = metrics
         self.engine = Engine(context.channels, context.config, context.name, metrics, context.generation)
-        deps = Deps(self.engine, context.config, time.time())
+        self.engine.trace = context.trace
+        if context.config.model.tool_call_parser not in ("", "auto"):
+            resolve_name(context.config.model.tool_call_parser)  # an unknown one ends the start
+        deps = Deps(self.engine, context.config, time.time(), ToolSupport())
         self.server: Server = make_server(Edge(make_app(deps, self._exposition), context.config.http, metrics),
                                           context.config.http)  # fmt: skip
 
@@ -78,5 +84,6 @@ class Gateway:
             if drain_until is not None and (not engine.exchanges or now >= drain_until):
                 if engine.exchanges:
                     log.warning("the drain time is over with %d requests open; they are cut off", len(engine.exchanges))
+                    engine.fail_all(ErrorInfo(status=503, message="the server is shutting down", code="draining"))
                 return
             await asyncio.sleep(TICK_S)

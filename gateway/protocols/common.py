@@ -19,6 +19,7 @@ from common.messages import Generate, Grammar, Prompt, SamplingParams, TextParam
 from gateway.edge import too_large
 from gateway.engine import Engine
 from gateway.fields import GenerationFields, choice_seed, draw_seed, explain
+from gateway.output import ToolSupport
 from gateway.request import Delta, Exchange, OpenRequest
 
 BODY_TIMEOUT_S = 60.0
@@ -36,6 +37,7 @@ class Deps:
     config: ServerConfig
     started: float
     """time.time() at which the gateway started."""
+    tools: ToolSupport
 
     @property
     def served(self) -> list[str]:

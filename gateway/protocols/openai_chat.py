@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import Request, Response
 from pydantic import Field, WithJsonSchema
 
 from common.errors import RequestError
-from common.messages import ChatPrompt
+from common.messages import ChatPrompt, Grammar, TokenizerReady
 from gateway import grammar
 from gateway.engine import new_generate_id
 from gateway.fields import MAX_INT32, MAX_LOGPROBS, GenerationFields, sampling_params, text_params
+from gateway.output import ChoiceOutput
 from gateway.protocols.chat_messages import MESSAGE_SCHEMA, normalise
 from gateway.protocols.common import Deps, Plan, check_model, check_stream_options, parse, read_json, refuse_unless
 from gateway.protocols.openai_chat_reply import ChatFormatter
 from gateway.respond import EngineReply
+from gateway.tool_parsers.grammar import ToolPlan
 
 
 class ChatBody(GenerationFields):
@@ -53,7 +56,7 @@ async def chat_completions(request: Request, deps: Deps) -> Response:
             f"'continue_final_message' needs an assistant message at the end, not {messages[-1]['role']!r}",
             param="continue_final_message",
         )
-    _check_tools(body)
+    plan_tools = _plan_tools(body, deps, model)
     sampling = sampling_params(
         body,
         model,
@@ -62,18 +65,22 @@ async def chat_completions(request: Request, deps: Deps) -> Response:
     )
     prompt = ChatPrompt(
         messages=messages,
+        tools=body.tools if plan_tools.parser_name else None,
         add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
         continue_final_message=bool(body.continue_final_message),
         template_kwargs=body.chat_template_kwargs or {},
     )
+    text = text_params(body)
+    if plan_tools.needs_special_tokens:
+        text = msgspec.structs.replace(text, skip_special_tokens=False)
     plan = Plan(
         call_id=new_generate_id("chatcmpl-"),
         prompts=[prompt],
         n=body.n or 1,
         seed=body.seed,
         sampling=sampling,
-        text=text_params(body),
-        grammar=grammar.translate(body),
+        text=text,
+        grammar=_grammar(body, plan_tools),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         timeout_s=body.timeout,
@@ -84,6 +91,7 @@ async def chat_completions(request: Request, deps: Deps) -> Response:
         plan.call_id,
         model_name,
         exchange,
+        [_output(plan_tools) for _ in exchange.records],
         logprobs=bool(body.logprobs),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
@@ -116,6 +124,24 @@ def _max_tokens(body: ChatBody) -> int | None:
     return old if new is None else new
 
 
-def _check_tools(body: ChatBody) -> None:
-    if body.tools and body.tool_choice != "none":
-        raise RequestError("tool calls are not supported by this model's parser", param="tools")
+def _plan_tools(body: ChatBody, deps: Deps, model: TokenizerReady) -> ToolPlan:
+    if not body.tools and body.tool_choice in (None, "none", "auto"):
+        return ToolPlan()
+    parallel = body.parallel_tool_calls is not False
+    return deps.tools.planner(model).plan(body.tools, body.tool_choice, parallel)
+
+
+def _grammar(body: ChatBody, tools: ToolPlan) -> Grammar | None:
+    """The request's one constraint: its own, or what the tools ask for."""
+    own = grammar.translate(body)
+    if own is not None and tools.grammar is not None and not tools.grammar.lazy_trigger:
+        raise RequestError(
+            "'tool_choice' makes the model call a tool, so nothing else can constrain the output", param="tool_choice"
+        )
+    return tools.grammar if own is None else own
+
+
+def _output(tools: ToolPlan) -> ChoiceOutput | None:
+    """The parsers of one choice; None when its text is content as it is."""
+    parser = tools.new_parser()
+    return None if parser is None else ChoiceOutput(None, parser)

@@ -11,9 +11,11 @@ from typing import Any
 
 import orjson
 
-from common.messages import Finish, TokenLogprob
+from common.messages import TokenLogprob
+from gateway.output import ChoiceOutput
 from gateway.protocols.common import by_choice, usage
 from gateway.request import Delta, Exchange
+from gateway.tool_parsers.base import Event, ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart, collect
 
 DONE = b"data: [DONE]\n\n"
 
@@ -26,12 +28,14 @@ class ChatFormatter:
         call_id: str,
         model: str,
         exchange: Exchange,
+        outputs: list[ChoiceOutput | None],
         *,
         logprobs: bool,
         include_usage: bool,
         continuous_usage: bool,
     ) -> None:
         self._exchange = exchange
+        self._outputs = outputs
         self._logprobs = logprobs
         self._include_usage = include_usage
         self._continuous = continuous_usage
@@ -43,7 +47,7 @@ class ChatFormatter:
         ]
         null_usage = b',"usage":null' if include_usage else b""
         self._suffix = b'},"logprobs":null,"finish_reason":null}]' + null_usage + b"}\n\n"
-        self._plain = not logprobs and not continuous_usage
+        self._plain = not logprobs and not continuous_usage and not any(outputs)
 
     def opening(self) -> bytes:
         """The chunks that carry the role."""
@@ -57,11 +61,10 @@ class ChatFormatter:
             if self._plain:
                 if delta.text:
                     pieces += (self._prefixes[delta.choice], orjson.dumps(delta.text), self._suffix)
-            elif delta.text or delta.logprobs:
-                logprobs = chat_logprobs(delta.logprobs) if self._logprobs else None
-                pieces.append(self._event(delta.choice, {"content": delta.text}, logprobs=logprobs))
+            else:
+                pieces += self._events(delta)
             if delta.finish is not None:
-                pieces.append(self._event(delta.choice, {}, finish=_reason(delta.finish)))
+                pieces.append(self._event(delta.choice, {}, finish=self._reason(delta.choice)))
         return b"".join(pieces)
 
     def closing(self) -> bytes:
@@ -75,18 +78,13 @@ class ChatFormatter:
         """The body of a reply that is not streamed."""
         choices = []
         for index, own in enumerate(by_choice(deltas, len(self._exchange.records))):
-            record = self._exchange.records[index]
             logprobs = [item for delta in own for item in delta.logprobs]
             choices.append(
                 {
                     "index": index,
-                    "message": {
-                        "role": "assistant",
-                        "content": "".join(delta.text for delta in own),
-                        "refusal": None,
-                    },
+                    "message": self._message(index, own),
                     "logprobs": chat_logprobs(logprobs) if self._logprobs else None,
-                    "finish_reason": _reason(record.finish),
+                    "finish_reason": self._reason(index),
                 }
             )
         return orjson.dumps(
@@ -94,7 +92,48 @@ class ChatFormatter:
         )
 
     def _usage(self) -> dict[str, Any]:
-        return usage(self._exchange, len(self._exchange.records))
+        reasoning = [output.reasoning_tokens for output in self._outputs if output is not None and output.reasons]
+        return usage(self._exchange, len(self._exchange.records), sum(reasoning) if reasoning else None)
+
+    def _reason(self, index: int) -> str | None:
+        """OpenAI's word for the ending; ``abort`` (an operator or a deadline) has none and stays as it is."""
+        finish, output = self._exchange.records[index].finish, self._outputs[index]
+        if finish is None:
+            return None
+        called = output is not None and output.num_calls > 0 and finish.reason == "stop"
+        return "tool_calls" if called else finish.reason
+
+    def _parse(self, delta: Delta) -> list[Event]:
+        output = self._outputs[delta.choice]
+        if output is None:
+            return [TextDelta(delta.text)] if delta.text else []
+        return output.feed(delta.text, len(delta.ids) // 4, last=delta.finish is not None)
+
+    def _events(self, delta: Delta) -> list[bytes]:
+        """The chunks of a delta; its log-probabilities go with the first."""
+        bodies = [_stream_body(event) for event in self._parse(delta)]
+        logprobs = chat_logprobs(delta.logprobs) if self._logprobs and delta.logprobs else None
+        if logprobs is not None and not bodies:
+            bodies = [{"content": ""}]
+        return [
+            self._event(delta.choice, body, logprobs=logprobs if position == 0 else None)
+            for position, body in enumerate(bodies)
+        ]
+
+    def _message(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
+        events = [event for delta in deltas for event in self._parse(delta)]
+        thought = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
+        content, calls = collect(events)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["content"] = content or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        if thought:
+            message["reasoning_content"] = thought
+        return message
 
     def _event(
         self, index: int, delta: dict[str, Any], *, logprobs: Any = None, finish: str | None = None
@@ -110,8 +149,18 @@ class ChatFormatter:
         return b"data: " + orjson.dumps(event) + b"\n\n"
 
 
-def _reason(finish: Finish | None) -> str | None:
-    return None if finish is None else finish.reason
+def _stream_body(event: Event) -> dict[str, Any]:
+    """An event as the ``delta`` of a chunk."""
+    match event:
+        case TextDelta(text):
+            return {"content": text}
+        case ReasoningDelta(text):
+            return {"reasoning_content": text}
+        case ToolCallStart(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case ToolArgumentsDelta(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
 def chat_logprobs(items: list[TokenLogprob]) -> dict[str, Any]:

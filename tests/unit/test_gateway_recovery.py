@@ -1,0 +1,173 @@
+"""A part of the engine dies: every open stream goes on, nothing lost, repeated or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from bench.fake_engine import FIRST_ID, Script
+from common.messages import ErrorInfo, Finish, Rejected, TextBatch, TextRow, pack_i32, unpack_i32
+from gateway import fleet
+from tests.unit.gateway_live import CHAT, Live, Stream, eventually, joined, live_gateway
+
+PIECES = tuple(f"<{i}>" for i in range(8))
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with live_gateway(lambda _: Script(pieces=PIECES, prompt_tokens=9, cached_tokens=4)) as pair:
+        pair.engine.auto = False
+        yield pair
+
+
+def received(live: Live, count: int) -> None:
+    """Wait until the gateway has ``count`` ids of its one open request."""
+    eventually(lambda: [record.num_ids for record in live.open.values()] == [count], f"{count} ids")
+
+
+@pytest.mark.parametrize("role", ["tokenizer-0", "scheduler-0", "detokenizer-0"])
+@pytest.mark.parametrize("before", [0, 1, 5])
+def test_restart_resubmits_and_the_stream_is_whole(live: Live, role: str, before: int) -> None:
+    stream = Stream(live)
+    live.engine.step(before)
+    if before:
+        received(live, before)
+    seen = len(live.engine.generates)
+    live.engine.restart(role)
+    eventually(lambda: len(live.engine.generates) > seen, "the resubmission")
+    again = live.engine.generates[-1]
+    assert again.attempt == 1
+    assert unpack_i32(again.output_ids).tolist() == list(range(FIRST_ID, FIRST_ID + before))
+    assert again.sampling == live.engine.generates[-2].sampling
+    live.engine.step(8)
+    chunks = stream.chunks()
+    assert joined(chunks) == "".join(PIECES)
+    assert chunks[-2]["usage"] == {
+        "prompt_tokens": 9,
+        "completion_tokens": 8,
+        "total_tokens": 17,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+
+
+def test_two_restarts_count_attempts_up(live: Live) -> None:
+    stream = Stream(live)
+    live.engine.step(2)
+    received(live, 2)
+    for attempt in (1, 2):
+        live.engine.restart("scheduler-0")
+        eventually(lambda attempt=attempt: live.engine.generates[-1].attempt == attempt)  # type: ignore[misc]
+    live.engine.step(8)
+    assert joined(stream.chunks()) == "".join(PIECES)
+
+
+def test_worker_restart_needs_nothing_from_the_gateway(live: Live) -> None:
+    stream = Stream(live)
+    live.engine.step(3)
+    seen = len(live.engine.generates)
+    live.engine.restart("worker-0", forget=False)
+    live.engine.step(5)
+    assert joined(stream.chunks()) == "".join(PIECES)
+    assert len(live.engine.generates) == seen
+
+
+def test_rows_of_an_older_attempt_are_dropped(live: Live) -> None:
+    stream = Stream(live)
+    rid = live.engine.generates[-1].rid
+    live.engine.step(2)
+    received(live, 2)
+    live.engine.restart("detokenizer-0")
+    eventually(lambda: live.engine.generates[-1].attempt == 1)
+    stale = TextRow(rid, 0, 2, pack_i32([7]), len("<0><1>"), "STALE", finish=Finish(reason="stop"), completion_tokens=3)
+    live.engine.send(TextBatch(detokenizer_generation=0, rows=[stale]))
+    live.engine.send(Rejected(rid=rid, attempt=0, error=ErrorInfo(status=400, message="stale")))
+    live.engine.step(8)
+    assert joined(stream.chunks()) == "".join(PIECES)
+
+
+def test_text_already_written_is_cut_within_a_row(live: Live) -> None:
+    stream = Stream(live)
+    rid = live.engine.generates[-1].rid
+
+    def row(index: int, ids: list[int], offset: int, text: str, finish: Finish | None = None) -> None:
+        accepted = (9, 4) if index == 0 else None
+        count = index + len(ids)
+        new = TextRow(rid, 0, index, pack_i32(ids), offset, text, accepted, finish=finish, completion_tokens=count)
+        live.engine.send(TextBatch(detokenizer_generation=0, rows=[new]))
+
+    row(0, [1, 2], 0, "abc")
+    row(0, [1, 2], 0, "abc")
+    row(1, [2, 3], 1, "bcde")
+    row(3, [], 5, "f", Finish(reason="stop"))
+    live.engine.call(live.engine._running.clear)
+    chunks = stream.chunks()
+    assert joined(chunks) == "abcdef"
+    assert chunks[-2]["usage"]["completion_tokens"] == 3
+
+
+def test_missing_rows_are_asked_for_again(live: Live) -> None:
+    stream = Stream(live)
+    rid = live.engine.generates[-1].rid
+    late = TextRow(rid, 0, 4, pack_i32([9]), 40, "late", completion_tokens=5)
+    live.engine.send(TextBatch(detokenizer_generation=0, rows=[late]))
+    eventually(lambda: live.engine.generates[-1].attempt == 1, "the resubmission")
+    live.engine.step(8)
+    assert joined(stream.chunks()) == "".join(PIECES)
+
+
+def test_output_that_stays_lost_ends_in_an_error(live: Live) -> None:
+    stream = Stream(live)
+    rid = live.engine.generates[-1].rid
+    live.engine.step()
+    received(live, 1)
+    for attempt in range(5):
+        late = TextRow(rid, attempt, 4, pack_i32([9]), 40, "late", completion_tokens=5)
+        live.engine.send(TextBatch(detokenizer_generation=0, rows=[late]))
+    assert "lost" in stream.chunks()[-1]["error"]["message"]
+    eventually(lambda: not live.open)
+
+
+def test_silence_that_ends_resubmits(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "STALE_S", 0.4)
+    stream = Stream(live)
+    live.engine.step(2)
+    received(live, 2)
+    live.engine.silent = True
+    eventually(lambda: live.client.get("/health").status_code == 503, "the engine is silent")
+    assert live.chat().json()["error"]["code"] == "engine_silent"
+    live.engine.silent = False
+    eventually(lambda: live.engine.generates[-1].attempt == 1, "the resubmission")
+    live.engine.step(8)
+    assert joined(stream.chunks()) == "".join(PIECES)
+
+
+def test_every_choice_is_resubmitted(live: Live) -> None:
+    stream = Stream(live, n=3, seed=1)
+    live.engine.step(2)
+    eventually(lambda: [record.num_ids for record in live.open.values()] == [2, 2, 2])
+    seen = len(live.engine.generates)
+    seeds = {generate.rid: generate.sampling.seed for generate in live.engine.generates[-3:]}
+    live.engine.restart("scheduler-0")
+    eventually(lambda: len(live.engine.generates) == seen + 3)
+    assert {generate.rid: generate.sampling.seed for generate in live.engine.generates[-3:]} == seeds
+    live.engine.step(8)
+    chunks = stream.chunks()
+    assert [joined(chunks, index) for index in range(3)] == ["".join(PIECES)] * 3
+
+
+def test_an_aborted_request_is_not_resubmitted(live: Live) -> None:
+    live.engine.ignore_aborts = True
+    connection = live.raw({"messages": CHAT, "stream": True})
+    eventually(lambda: bool(live.open))
+    live.engine.step()
+    received(live, 1)
+    connection.close()
+    eventually(lambda: all(record.aborting for record in live.open.values()) and bool(live.open))
+    seen = len(live.engine.generates)
+    aborts = len(live.engine.aborts)
+    live.engine.restart("scheduler-0")
+    eventually(lambda: len(live.engine.aborts) > aborts, "the repeated abort")
+    live.engine.ignore_aborts = False
+    eventually(lambda: not live.open, "the ending")
+    assert len(live.engine.generates) == seen
