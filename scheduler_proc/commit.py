@@ -182,6 +182,8 @@ class Commit:
         if req.prompt_top:
             req.prompt_top[begin:end] = chunk.top
         req.prompt_logprobs_left = total - max(done, end)
+        if req.prompt_logprobs_left == 0 and len(pool.table.known_ids(req)) >= req.max_len:
+            self.life.finish(req, Finish("length"))  # no tokens were asked for
 
     # ------------------------------------------------------------------ afterwards
 
