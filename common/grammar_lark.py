@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from common.errors import RequestError
 from common.grammar_ebnf import ebnf_to_lark, is_lark
 from common.grammar_regex import portable_regex
-from common.grammar_schema import Json, prepare_schema
+from common.grammar_schema import prepare_schema
+from common.schema_rewrites import Json
 
 ANY_TEXT = "/(?s:.*)/"
 

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from typing import Any, NoReturn
 from urllib.parse import unquote
 
 from common.errors import RequestError
 from common.grammar_regex import portable_regex
-from common.schema_keywords import FORMATS, KEYWORDS, MAX_DEPENDENCIES, TYPES
-
-Json = Any
-Schema = dict[str, Any]
+from common.schema_keywords import KEYWORDS, TYPES
+from common.schema_rewrites import REWRITES, Json, Schema, check_names, pointer, refuse
 
 MAX_SCHEMA_BYTES = 512 << 10
 MAX_SCHEMA_DEPTH = 64
@@ -35,8 +31,6 @@ _PLAIN_REF = re.compile(r"#/(\$defs|definitions)/[^/]+")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains",
            "maxContains")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_EVALUATES_PROPERTIES = frozenset({"anyOf", "allOf", "oneOf", "$ref", "additionalProperties"})
-_EVALUATES_ITEMS = frozenset({"anyOf", "allOf", "oneOf", "$ref", "items"})
 
 
 def prepare_schema(schema: Json) -> Schema:
@@ -51,11 +45,11 @@ def prepare_schema(schema: Json) -> Schema:
         schema = {key: value for key, value in schema.items() if key != "x-guidance"}
     root = {} if schema is True else schema
     if not isinstance(root, dict):
-        _refuse("#", f"a schema must be an object, not {json.dumps(root)[:80]}")
+        refuse("#", f"a schema must be an object, not {json.dumps(root)[:80]}")
     preparer = _Preparer(root)
     prepared = preparer.prepare(root, "#", 0)
     if not isinstance(prepared, dict):
-        _refuse("#", "the schema allows nothing")
+        refuse("#", "the schema allows nothing")
     # Printable characters have one spelling only: else "\u0061" would be an additional property "a".
     # (Where a fixed value needs \u, llguidance would silently leave the character out.)
     if not _has_control_characters(prepared):
@@ -79,16 +73,13 @@ def _refuse_constant(name: str) -> Json:
     raise ValueError(f"{name} is not JSON")
 
 
-def _refuse(path: str, words: str) -> NoReturn:
-    raise RequestError(f"JSON schema at {path}: {words}", code="invalid_schema")
-
 
 def _checked_guidance(options: Json) -> Schema:
     if not isinstance(options, dict):
-        _refuse("#/x-guidance", "must be an object")
+        refuse("#/x-guidance", "must be an object")
     for key, value in options.items():
         if key not in _GUIDANCE_TYPES or not isinstance(value, _GUIDANCE_TYPES[key]):
-            _refuse(f"#/x-guidance/{key}", f"not one of {', '.join(_GUIDANCE_TYPES)} with a value of its type")
+            refuse(f"#/x-guidance/{key}", f"not one of {', '.join(_GUIDANCE_TYPES)} with a value of its type")
     checked: Schema = dict(options)
     if checked.get("whitespace_flexible") and "whitespace_pattern" not in checked:
         # Bounded: a model that loves white space must not be able to loop in it.
@@ -106,9 +97,6 @@ def _has_control_characters(value: Json) -> bool:
     return isinstance(value, list) and any(_has_control_characters(item) for item in value)
 
 
-def _pointer(path: str, key: object) -> str:
-    return path + "/" + str(key).replace("~", "~0").replace("/", "~1")
-
 
 class _Preparer:
     """One pass over a schema; ``root`` is what references point into."""
@@ -124,15 +112,15 @@ class _Preparer:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
-            _refuse(path, f"a schema must be an object or a boolean, not {json.dumps(schema)[:80]}")
+            refuse(path, f"a schema must be an object or a boolean, not {json.dumps(schema)[:80]}")
         if depth > MAX_SCHEMA_DEPTH:
-            _refuse(path, f"nested deeper than {MAX_SCHEMA_DEPTH}")
+            refuse(path, f"nested deeper than {MAX_SCHEMA_DEPTH}")
         out: Schema = {}
         for key, value in schema.items():
             keyword = KEYWORDS.get(key)
             if keyword is None or keyword.kind == "annotation" or keyword.status == "annotation":
                 continue  # unknown keywords are annotations (2020-12 core, 6.5)
-            place = _pointer(path, key)
+            place = pointer(path, key)
             match keyword.kind:
                 case "schema" if key == "items" and isinstance(value, list):
                     out[key] = self._list(value, place, depth)
@@ -142,56 +130,56 @@ class _Preparer:
                     out[key] = self._list(value, place, depth)
                 case "schema_map":
                     if not isinstance(value, dict):
-                        _refuse(place, "must be an object of schemas")
+                        refuse(place, "must be an object of schemas")
                     rename = portable_regex if key == "patternProperties" else str
                     out[key] = {
-                        rename(name): self.prepare(item, _pointer(place, name), depth + 1)
+                        rename(name): self.prepare(item, pointer(place, name), depth + 1)
                         for name, item in value.items()
                     }
                 case _:
                     out[key] = value
         self._check_values(out, path)
-        for rewrite in _REWRITES:
+        for rewrite in REWRITES:
             rewrite(out, path)
         for key in out:
             if KEYWORDS[key].status == "refused":
                 note = KEYWORDS[key].note
-                _refuse(_pointer(path, key), f"the keyword {key!r} cannot be enforced" + (f" ({note})" if note else ""))
+                refuse(pointer(path, key), f"the keyword {key!r} cannot be enforced" + (f" ({note})" if note else ""))
         return out
 
     def _list(self, value: Json, place: str, depth: int) -> list[Json]:
         if not isinstance(value, list) or not value:
-            _refuse(place, "must be a list of schemas that is not empty")
-        return [self.prepare(item, _pointer(place, index), depth + 1) for index, item in enumerate(value)]
+            refuse(place, "must be a list of schemas that is not empty")
+        return [self.prepare(item, pointer(place, index), depth + 1) for index, item in enumerate(value)]
 
     def _check_values(self, out: Schema, path: str) -> None:
         for key, value in out.items():
-            place = _pointer(path, key)
+            place = pointer(path, key)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if key in _COUNTS and not (number and value >= 0 and value == int(value)):
-                _refuse(place, f"must be an integer of at least 0, not {json.dumps(value)[:80]}")
+                refuse(place, f"must be an integer of at least 0, not {json.dumps(value)[:80]}")
             if key in _NUMBERS and not number and not (key.startswith("exclusive") and isinstance(value, bool)):
-                _refuse(place, f"must be a number, not {json.dumps(value)[:80]}")
+                refuse(place, f"must be a number, not {json.dumps(value)[:80]}")
             if key == "multipleOf" and value <= 0:
-                _refuse(place, f"must be above 0, not {value}")
+                refuse(place, f"must be above 0, not {value}")
             if key in ("pattern", "format") and not isinstance(value, str):
-                _refuse(place, "must be a string")
+                refuse(place, "must be a string")
             if key == "enum" and (not isinstance(value, list) or not value):
-                _refuse(place, "must be a list that is not empty")
+                refuse(place, "must be a list that is not empty")
             if key == "required":
-                _check_names(value, place)
+                check_names(value, place)
         if "type" in out:
             names = out["type"] if isinstance(out["type"], list) else [out["type"]]
             for name in names or [None]:
                 if not isinstance(name, str) or name not in TYPES:
                     known = ", ".join(sorted(TYPES))
-                    _refuse(_pointer(path, "type"), f"{json.dumps(name)[:80]} is no type; the types are {known}")
+                    refuse(pointer(path, "type"), f"{json.dumps(name)[:80]} is no type; the types are {known}")
         if "$ref" in out:
-            out["$ref"] = self._local_ref(out["$ref"], _pointer(path, "$ref"))
+            out["$ref"] = self._local_ref(out["$ref"], pointer(path, "$ref"))
         if path == "#":
             out.pop("$id", None)
         elif "$id" in out:
-            _refuse(_pointer(path, "$id"), "only the root may have an $id")
+            refuse(pointer(path, "$id"), "only the root may have an $id")
 
     def hoist_into(self, prepared: Schema) -> None:
         """Put what references point at (outside ``$defs``) under ``$defs``."""
@@ -207,9 +195,9 @@ class _Preparer:
         first, seen = ref, set()
         while True:
             if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
-                _refuse(place, f"{json.dumps(ref)[:120]} is not supported; only '#/...' within the schema is")
+                refuse(place, f"{json.dumps(ref)[:120]} is not supported; only '#/...' within the schema is")
             if ref in seen:
-                _refuse(place, f"{ref!r} refers to itself")
+                refuse(place, f"{ref!r} refers to itself")
             seen.add(ref)
             target = self._target(ref, place)
             if not isinstance(target, dict) or "$ref" not in target:
@@ -228,120 +216,5 @@ class _Preparer:
             elif isinstance(target, dict) and part in target:
                 target = target[part]
             else:
-                _refuse(place, f"{ref!r} does not exist in the schema")
+                refuse(place, f"{ref!r} does not exist in the schema")
         return target
-
-
-def _check_names(value: Json, place: str) -> None:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        _refuse(place, "must be a list of strings")
-
-
-# --------------------------------------------------------------------------- rewrites, in order
-
-
-def _rewrite_older_drafts(out: Schema, path: str) -> None:
-    if isinstance(out.get("items"), list):
-        out["prefixItems"] = out.pop("items")
-        if "additionalItems" in out:
-            out["items"] = out.pop("additionalItems")
-    out.pop("additionalItems", None)
-    for limit, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-        if isinstance(out.get(exclusive), bool) and out.pop(exclusive) and limit in out:
-            out[exclusive] = out.pop(limit)
-    for name, needs in (out.pop("dependencies", None) or {}).items():
-        if not isinstance(needs, list):
-            _refuse(_pointer(path, "dependencies"), "schemas as dependencies cannot be enforced")
-        out["dependentRequired"] = {**out.get("dependentRequired", {}), name: needs}
-
-
-def _make_portable(out: Schema, path: str) -> None:
-    if "pattern" in out:
-        out["pattern"] = portable_regex(out["pattern"])
-
-
-def _drop_what_says_nothing(out: Schema, path: str) -> None:
-    if out.get("not") is False:
-        del out["not"]
-    if "if" not in out:
-        out.pop("then", None)
-        out.pop("else", None)
-    if "contains" not in out or (out.get("minContains") == 0 and "maxContains" not in out):
-        for key in ("contains", "minContains", "maxContains"):
-            out.pop(key, None)
-    if "format" in out and out["format"] not in FORMATS:
-        del out["format"]
-    if "uniqueItems" in out:
-        if out["uniqueItems"] and out.get("maxItems", 2) > 1:
-            words = "the keyword 'uniqueItems' cannot be enforced (only with maxItems of 0 or 1)"
-            _refuse(_pointer(path, "uniqueItems"), words)
-        del out["uniqueItems"]
-
-
-def _rewrite_unevaluated(out: Schema, path: str) -> None:
-    for key, same_as, evaluates in (
-        ("unevaluatedProperties", "additionalProperties", _EVALUATES_PROPERTIES),
-        ("unevaluatedItems", "items", _EVALUATES_ITEMS),
-    ):
-        if key in out:
-            value = out.pop(key)
-            beside = evaluates & out.keys()
-            if same_as in beside or value in (True, {}):
-                continue  # nothing is left unevaluated, or all is allowed
-            if beside:
-                _refuse(_pointer(path, key), f"the keyword {key!r} cannot be enforced beside {sorted(beside)}")
-            out[same_as] = value
-
-
-def _rewrite_property_names(out: Schema, path: str) -> None:
-    if "propertyNames" not in out:
-        return
-    names = out.pop("propertyNames")
-    if names in (True, {}, {"type": "string"}):
-        return
-    others = out.get("additionalProperties", True)
-    place = _pointer(path, "propertyNames")
-    if others is False and not out.get("properties"):
-        return
-    simple = isinstance(names, dict) and len(names.keys() - {"type"}) == 1 and "patternProperties" not in out
-    if simple and isinstance(names.get("enum"), list):
-        known = {name: item for name, item in out.get("properties", {}).items() if name in names["enum"]}
-        extra = {name: others for name in names["enum"] if isinstance(name, str) and name not in known}
-        out["properties"] = {**known, **extra}
-    elif simple and "pattern" in names and not out.get("properties"):
-        out["patternProperties"] = {names["pattern"]: others}
-    else:
-        _refuse(place, "the keyword 'propertyNames' cannot be enforced here (a single 'pattern' or 'enum' can)")
-    out["additionalProperties"] = False
-
-
-def _rewrite_dependent_required(out: Schema, path: str) -> None:
-    if "dependentRequired" not in out:
-        return
-    needs = out.pop("dependentRequired")
-    place = _pointer(path, "dependentRequired")
-    if not isinstance(needs, dict) or len(needs) > MAX_DEPENDENCIES:
-        _refuse(place, f"must be an object of at most {MAX_DEPENDENCIES} lists of names")
-    for name, required in needs.items():
-        _check_names(required, _pointer(place, name))
-        if required:
-            # "a needs b" is "no a, or b".
-            either = {"anyOf": [{"properties": {name: False}}, {"required": required}]}
-            out["allOf"] = [*out.get("allOf", []), either]
-
-
-def _check_min_properties(out: Schema, path: str) -> None:
-    # Additional names may repeat, and a repeated name counts once: so more than one cannot be promised.
-    if "minProperties" in out:
-        least = int(out["minProperties"])
-        if least <= len(set(out.get("required", ()))):
-            del out["minProperties"]
-        elif least > 1:
-            words = f"{least} cannot be enforced: list the names in 'required' instead"
-            _refuse(_pointer(path, "minProperties"), words)
-
-
-_REWRITES: tuple[Callable[[Schema, str], None], ...] = (
-    _rewrite_older_drafts, _make_portable, _drop_what_says_nothing, _rewrite_unevaluated, _rewrite_property_names,
-    _rewrite_dependent_required, _check_min_properties,
-)

@@ -197,6 +197,7 @@ CASES: dict[str, list[Any]] = {
         {"allOf": [{"anyOf": [SMALL, WORD]}, {"anyOf": [WORD, {"type": "null"}]}]},
     ],
     "oneOf": [
+        {"oneOf": [{"const": 1}, {"const": 1.0}]}, {"oneOf": [{"enum": ["a", "b"]}, {"type": "null", "const": None}]},
         {"oneOf": [SMALL, WORD]}, {"oneOf": [{"type": "integer"}, {"type": "number"}]},
         {"oneOf": [{"const": 1}, {"const": 2}]},
         {"oneOf": [_obj({"kind": {"const": "a"}, "x": SMALL}), _obj({"kind": {"const": "b"}, "y": WORD})]},
