@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as hf_logging
 
 from common.config import ServerConfig
 from common.errors import ConfigError
@@ -34,11 +36,14 @@ class LoadedWorker:
     device: torch.device
 
 
-def load_worker(config: ServerConfig, threads: int, rank: int, state: WorkerState | None) -> LoadedWorker:
+def load_worker(
+    config: ServerConfig, threads: int, state: WorkerState | None, progress: Callable[[str], None] = log.info
+) -> LoadedWorker:
     """Load the model and choose its path. ``state``: the first incarnation's choices, to be repeated.
 
-    Raises ``ConfigError`` for anything the user has to change.
+    ``progress`` is told what takes long. Raises ``ConfigError`` for anything the user has to change.
     """
+    hf_logging.disable_progress_bar()
     device = choose_device(config.worker.device)
     torch.set_num_threads(threads)
     dtype = choose_dtype(state.dtype if state else config.model.dtype, device)
@@ -58,7 +63,7 @@ def load_worker(config: ServerConfig, threads: int, rank: int, state: WorkerStat
     page_size = state.page_size if state else config.cache.page_size
     wanted = config.worker.worker_path if state is None else _path_of(state.path)
     if wanted == "cpu-fast" or (wanted == "auto" and device.type == "cpu" and dtype == torch.bfloat16):
-        runner = try_cpu_fast(model, page_size, threads)
+        runner = try_cpu_fast(model, page_size, threads, progress)
         if not isinstance(runner, str):
             num_pages = allocate(runner, config, context_length, device, state)
             result = compare(runner, reference, embeddings)
@@ -86,14 +91,14 @@ def _path_of(name: str) -> str:
     return "cpu-fast" if name == "cpu-fast" else "generic"
 
 
-def try_cpu_fast(model: Any, page_size: int, threads: int) -> ModelRunner | str:
+def try_cpu_fast(model: Any, page_size: int, threads: int, progress: Callable[[str], None]) -> ModelRunner | str:
     """The fast CPU path for a model, or why it cannot run."""
     try:
         from worker_proc.kernels.cpu.fast_runner import CpuFastRunner
     except ImportError as error:
         return f"it cannot be imported ({error})"
     try:
-        runner: ModelRunner | str = CpuFastRunner.try_build(model, page_size, threads)
+        runner: ModelRunner | str = CpuFastRunner.try_build(model, page_size, threads, progress)
     except (RuntimeError, ValueError, MemoryError) as error:
         return f"it failed to build ({error})"
     return runner

@@ -45,7 +45,12 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
     imported = time.perf_counter()
     config, rank = context.config, context.index
     state = load_state(context.run_dir, rank)
-    loaded = load_worker(config, threads, rank, state)
+
+    def progress(words: str) -> None:
+        pulse.detail, pulse.progress = words, pulse.progress + 1
+        log.info("%s", words)
+
+    loaded = load_worker(config, threads, state, progress)
     runner = loaded.runner
     gc.collect()  # the transformers model, where a fast path has packed its weights
     if state is None:
