@@ -20,7 +20,7 @@ def reference(stops: tuple[str, ...], text: str) -> tuple[int, str] | None:
     return None
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(stops=STOPS, pieces=PIECES)
 def test_matches_like_a_search_in_the_whole_text(stops: tuple[str, ...], pieces: list[str]) -> None:
     matcher = StopMatcher(stops)
@@ -36,7 +36,7 @@ def test_matches_like_a_search_in_the_whole_text(stops: tuple[str, ...], pieces:
     assert reference(stops, "".join(pieces)) is None
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(stops=STOPS, pieces=PIECES)
 def test_holds_exactly_the_longest_possible_beginning(stops: tuple[str, ...], pieces: list[str]) -> None:
     matcher = StopMatcher(stops)

@@ -54,7 +54,9 @@ class Client:
 class Driver:
     """Scheduler, worker, detokenizer and gateway, with queues between them that the test moves along."""
 
-    def __init__(self, policy: str = "fcfs", *, pages: int = 20, page_size: int = 4, chunk: int = 16, radix: bool = True) -> None:
+    def __init__(
+        self, policy: str = "fcfs", *, pages: int = 20, page_size: int = 4, chunk: int = 16, radix: bool = True
+    ) -> None:
         self.config = ServerConfig(
             scheduler=SchedulerConfig(
                 schedule_policy=policy,  # type: ignore[arg-type]
@@ -71,6 +73,8 @@ class Driver:
         self.now = 1000.0
         self.replies: dict[str, int] = {}
         self.num_controls = 0
+        self.twin: Scheduler | None = None
+        """Restored from a snapshot; must decide the same from then on."""
         self.detokenizer_full = False
         self.start_scheduler()
 
@@ -79,6 +83,7 @@ class Driver:
     def start_scheduler(self) -> None:
         """A new scheduler finds a worker that runs (or starts) and no memory of anything."""
         self.scheduler = Scheduler(self.config, self.generations["scheduler-0"])
+        self.twin = None
         self.reader = FakeReader()
         self.to_worker: deque[ToWorker] = deque()
         self.to_scheduler: deque[ToScheduler] = deque([self.worker.ready()])
@@ -120,6 +125,12 @@ class Driver:
                 client.stopped_at = -1
                 if client.aborted:
                     self.abort(message.rid)
+
+    def fork(self) -> None:
+        data = self.scheduler.snapshot()
+        self.twin = Scheduler.restore(self.config, self.generations["scheduler-0"], data)
+        self.twin.check_invariants()
+        assert self.twin.snapshot() == data
 
     # ------------------------------------------------------------------ clients
 
@@ -167,6 +178,8 @@ class Driver:
         messages = [self.to_scheduler.popleft() for _ in range(min(num_messages, len(self.to_scheduler)))]
         out = self.scheduler.step(messages, self.now, detokenizer_full=self.detokenizer_full)
         self.scheduler.check_invariants()
+        if self.twin is not None:
+            assert self.twin.step(messages, self.now, detokenizer_full=self.detokenizer_full) == out
         self.to_worker.extend(out.to_worker)
         for _, reply in out.replies:
             assert self.replies[reply.request_id] == 0, "answered twice"
@@ -268,7 +281,7 @@ def submit_something(driver: Driver, rng: random.Random) -> None:
 def disturb(driver: Driver, rng: random.Random) -> None:
     """Something that does not happen every day."""
     open_rids = [rid for rid, client in driver.clients.items() if client.finish is None]
-    match rng.randrange(9):
+    match rng.randrange(11):
         case 0 | 1 | 2 if open_rids:
             driver.abort(rng.choice(open_rids))
         case 3 if open_rids:
@@ -283,6 +296,8 @@ def disturb(driver: Driver, rng: random.Random) -> None:
             driver.flush(rng.choice([0.0, 0.5]))
         case 8:
             driver.detokenizer_full = not driver.detokenizer_full
+        case 9 | 10:
+            driver.fork()
         case _:
             pass
 
@@ -359,6 +374,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(timeout_s=st.sampled_from([0.0, 0.05]))
     def flush(self, timeout_s: float) -> None:
         self.driver.flush(timeout_s)
+
+    @rule()
+    def fork(self) -> None:
+        self.driver.fork()
 
     @rule(full=st.booleans())
     def channel(self, full: bool) -> None:

@@ -260,6 +260,13 @@ def test_an_ending_waits_for_its_gateway(bench: Bench) -> None:
     assert read(bench.gateway()).rows[-1].finish == LENGTH
 
 
+def test_a_step_of_very_many_rows_is_sent_in_several_messages(bench: Bench) -> None:
+    params = TextParams()
+    bench.step(begins=[BeginOutput(f"r{n}", 0, "gateway-0", 7, 0, params) for n in range(5000)])
+    assert len(bench.gateway().sent) == 2
+    assert {row.rid for row in rows_of(bench.gateway()) if row.accepted} == {f"r{n}" for n in range(5000)}
+
+
 def test_one_gateways_full_channel_does_not_stop_another(bench: Bench) -> None:
     bench.begin("a", "gateway-0")
     bench.begin("b", "gateway-1")

@@ -24,6 +24,7 @@ TOOLS_TEMPLATE = (
     "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}:{{ call.function.arguments | tojson }}</call>"
     "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TRIM_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -137,7 +138,7 @@ def test_control_tokens_in_a_completions_prompt_are_honoured() -> None:
         (HI, {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"z": "日本", "a": "<>&'"}}}]}),
     ],
 )
-@pytest.mark.parametrize("text", [CHAT_TEMPLATE, TOOLS_TEMPLATE, BOS_TEMPLATE])
+@pytest.mark.parametrize("text", [CHAT_TEMPLATE, TOOLS_TEMPLATE, BOS_TEMPLATE, TRIM_TEMPLATE])
 def test_renders_and_encodes_like_transformers(
     messages: list[dict[str, Any]], fields: dict[str, Any], text: str
 ) -> None:

@@ -142,6 +142,15 @@ def test_an_abort_takes_out_a_request_that_is_being_prepared() -> None:
     assert bench.replies() == [] and bench.server.num_jobs == 0
 
 
+def test_an_abort_drops_a_result_that_was_not_handed_out_yet() -> None:
+    bench = Bench()
+    bench.generate("r", grammar=NUMBERS)
+    bench.grammars.run()
+    bench.server.handle(Abort(rid="r", gateway="gateway-0"))
+    bench.server.collect()
+    assert bench.to_scheduler() == [("Abort", "r")]
+
+
 def test_a_resubmission_replaces_the_attempt_being_prepared() -> None:
     bench = Bench()
     bench.generate("r", grammar=NUMBERS)
@@ -201,9 +210,10 @@ def test_what_a_full_scheduler_channel_did_not_take_is_kept_in_order() -> None:
         bench.generate(rid)
     assert bench.outbox.blocked
     bench.scheduler.room = None
+    bench.generate("d")  # must not overtake the others
     bench.outbox.flush(0.0)
     assert not bench.outbox.blocked
-    assert [rid for _, rid in bench.to_scheduler()] == ["a", "b", "c"]
+    assert [rid for _, rid in bench.to_scheduler()] == ["a", "b", "c", "d"]
 
 
 def test_a_full_gateway_keeps_its_replies_and_blocks_nobody() -> None:

@@ -86,11 +86,24 @@ def word_end_json() -> str:
     return str(tokenizer.to_str())
 
 
+@cache
+def unigram_bytes_json() -> str:
+    """Unigram with byte tokens, whose decoder puts the bytes together before it looks at blanks."""
+    spec = json.loads(unigram_json())
+    vocab = spec["model"]["vocab"]
+    vocab.extend([f"<0x{byte:02X}>", -20.0] for byte in range(256))
+    spec["model"]["byte_fallback"] = True
+    tokenizer = Tokenizer.from_str(json.dumps(spec))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])
+    return str(tokenizer.to_str())
+
+
 FAMILIES = {
     "byte_level": byte_level_json,
     "llama": llama_json,
     "unigram": unigram_json,
     "unigram_never": lambda: unigram_json("never"),
+    "unigram_bytes": unigram_bytes_json,
     "word_end": word_end_json,
 }
 
