@@ -33,8 +33,8 @@ class Batcher:
         self.admission = admission
         self.policy = policy
         self.admitter = Admitter(state, life, admission)
-        self._stuck: Req | None = None
-        """The first of the queue when it did not fit."""
+        self.stuck: Req | None = None
+        """Who was first in the queue and did not fit, in the last batch that was tried."""
         self.depth = 1 if state.config.scheduler.disable_overlap_schedule else 2
 
     @property
@@ -42,11 +42,6 @@ class Batcher:
         """Fewer batches are in flight than may be."""
         pool = self.state.pool
         return pool is not None and len(pool.in_flight) < self.depth
-
-    @property
-    def stuck(self) -> Req | None:
-        """Who was first in the queue and did not fit, in the last batch that was tried."""
-        return self._stuck
 
     def next_batch(self, now: float) -> ForwardBatch | None:
         """One batch, or None: no worker, enough in flight, or nothing can run."""
@@ -168,7 +163,7 @@ class Batcher:
             if verdict is Verdict.ADMITTED:
                 budget -= self.admitter.add_chunk(draft, req, budget)
             elif verdict is Verdict.FULL:
-                self._stuck = req
+                self.stuck = req
                 return
             if budget <= 0:
                 return
@@ -179,7 +174,7 @@ class Batcher:
         One at a time, and none while another is on its way out. Before any row is drafted, so that no row
         of the victim is.
         """
-        req, self._stuck = self._stuck, None
+        req, self.stuck = self.stuck, None
         pool = self.state.need_pool()
         if not self.policy.preempts or req is None or req.status is not Status.WAITING:
             return

@@ -48,8 +48,6 @@ class Ingest:
             return
         self.state.next_seq += 1
         self.state.metrics.num_requests_total += 1
-        if message.group is not None:
-            req.group_key = (message.gateway, message.group, message.cache_salt, message.input_ids)
         self.life.enqueue(req)
         self._start_timers(req, now)
         done = self._complete_already(req)

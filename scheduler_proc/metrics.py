@@ -11,18 +11,17 @@ BUCKETS_S = (
 """Upper bounds of both histograms: the gateway's ``LATENCY_BUCKETS``, under which it shows them."""
 
 
+@dataclass
 class Histogram:
-    """Counts per bucket (not cumulative), the last one for values above every bound."""
+    """Counts per bucket of ``BUCKETS_S`` (not cumulative), the last one for values above every bound."""
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.total = 0.0
-        self.counts = [0] * (len(bounds) + 1)
+    total: float = 0.0
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
 
     def observe(self, value: float) -> None:
         """Count one value."""
         self.total += value
-        self.counts[bisect_left(self.bounds, value)] += 1
+        self.counts[bisect_left(BUCKETS_S, value)] += 1
 
     def row(self) -> list[float]:
         """[sum, count, bucket counts...] as EngineStatus carries it."""
@@ -45,8 +44,8 @@ class Metrics:
     """By reason: stop, length, abort, error."""
     num_aborted: dict[str, int] = field(default_factory=dict)
     """By cause: client, gateway_gone, deadline, queue_timeout, queue_full, admin, failure."""
-    step_time: Histogram = field(default_factory=lambda: Histogram(BUCKETS_S))
-    queue_time: Histogram = field(default_factory=lambda: Histogram(BUCKETS_S))
+    step_time: Histogram = field(default_factory=Histogram)
+    queue_time: Histogram = field(default_factory=Histogram)
 
     def aborted(self, cause: str) -> None:
         """Count a request that did not end by itself."""

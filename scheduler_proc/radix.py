@@ -81,8 +81,8 @@ class RadixTree:
         self.num_evicted_pages = 0
         self._page_bytes = 4 * page_size
         self._roots: dict[str, Node] = {}
-        self._tick = 0
-        self._next_number = 0
+        self.tick = 0
+        self.next_number = 0
         self._heap: list[tuple[int, int, Node]] = []
 
     @property
@@ -142,24 +142,24 @@ class RadixTree:
 
     def lock_node(self, node: Node) -> None:
         """Pin a node and all above it."""
-        self._tick += 1
+        self.tick += 1
         at: Node | None = node
         while at is not None:
             if at.locks == 0:
                 self.num_locked += len(at.pages)
             at.locks += 1
-            at.stamp = self._tick
+            at.stamp = self.tick
             at = at.parent
 
     def unlock(self, node: Node | None) -> None:
         """Undo one ``lock``: the node counts as used now."""
         if node is None:
             return
-        self._tick += 1
+        self.tick += 1
         at: Node | None = node
         while at is not None:
             at.locks -= 1
-            at.stamp = self._tick
+            at.stamp = self.tick
             if at.locks == 0:
                 self.num_locked -= len(at.pages)
             at = at.parent
@@ -182,7 +182,7 @@ class RadixTree:
         """
         if not self.enabled or not len(pages):
             return Inserted(None, 0)
-        self._tick += 1
+        self.tick += 1
         size = self._page_bytes
         end = len(pages) * size
         node = self._roots.get(salt)
@@ -197,7 +197,7 @@ class RadixTree:
                 n = self._num_common_pages(child.key, data, offset, end)
                 child = self._split(child, n)
             node = child
-            node.stamp = self._tick
+            node.stamp = self.tick
             offset += len(node.key)
         num_existing = offset // size
         if offset < end:
@@ -205,15 +205,15 @@ class RadixTree:
             self.allocator.retain(own)
             leaf = self._new_node(node, data[offset:end], own, salt)
             node.children[data[offset : offset + size]] = leaf
-            leaf.stamp = self._tick
+            leaf.stamp = self.tick
             self.num_pages += len(own)
             self._offer(leaf)
             node = leaf
         return Inserted(node, num_existing)
 
     def _new_node(self, parent: Node | None, key: bytes, pages: I32, salt: str) -> Node:
-        node = Node(self._next_number, parent, key, pages, salt)
-        self._next_number += 1
+        node = Node(self.next_number, parent, key, pages, salt)
+        self.next_number += 1
         self.num_nodes += 1
         return node
 
@@ -304,10 +304,29 @@ class RadixTree:
 
     # ------------------------------------------------------------------ inspection
 
+    def all_nodes(self) -> Iterator[Node]:
+        """As ``nodes``, with the roots (which have no pages) first."""
+        yield from self._roots.values()
+        yield from self.nodes()
+
+    def adopt(self, nodes: list[Node], tick: int, next_number: int, num_evicted_pages: int) -> None:
+        """Take over nodes (parents first, roots included) and counters of another tree. For snapshots."""
+        self.tick, self.next_number, self.num_evicted_pages = tick, next_number, num_evicted_pages
+        for node in nodes:
+            if node.parent is None:
+                self._roots[node.salt] = node
+            else:
+                node.parent.children[node.key[: self._page_bytes]] = node
+            self.num_nodes += 1
+            self.num_pages += len(node.pages)
+            self.num_locked += len(node.pages) if node.locks else 0
+        for node in nodes:
+            self._offer(node)
+
     def nodes(self) -> Iterator[Node]:
         """Every node with pages, parents before children."""
-        stack = [child for root in self._roots.values() for child in root.children.values()]
+        stack = [child for root in self._roots.values() for child in root.children.values()][::-1]
         while stack:
             node = stack.pop()
             yield node
-            stack.extend(node.children.values())
+            stack.extend(reversed(node.children.values()))

@@ -8,7 +8,7 @@ import zlib
 import msgspec
 
 from common.messages import ToScheduler
-from common.trace import SchedulerStep, TraceWriter
+from common.trace import SchedulerState, SchedulerStep, TraceWriter
 from scheduler_proc.explain import held
 from scheduler_proc.scheduler import Scheduler, StepOutput
 
@@ -35,6 +35,10 @@ class StepRecorder:
         self._trace = trace
         self._scheduler = scheduler
         self._began = 0.0
+        trace.opening = self._opening
+
+    def _opening(self) -> list[SchedulerState]:
+        return [SchedulerState(time.time(), self._scheduler.snapshot())]
 
     def before(self) -> None:
         """A segment may begin here: with the state in which the step will find the scheduler."""

@@ -90,6 +90,8 @@ class Req:
         self.pending_key: tuple[str, int, bytes] | None = None
         """Names the prefix it computes, for requests that wait for it."""
         self.group_key: GroupKey | None = None
+        if spec.group is not None:
+            self.group_key = (spec.gateway, spec.group, spec.cache_salt, spec.input_ids)
         self.cached_len = -1
         """Of the first admission; -1 before."""
         self.begun_attempt = -1

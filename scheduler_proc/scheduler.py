@@ -43,6 +43,7 @@ from common.messages import (
     WorkerControlReply,
     WorkerReady,
 )
+from scheduler_proc import snapshot
 from scheduler_proc.admission import Admission
 from scheduler_proc.batch import Batcher
 from scheduler_proc.commit import Commit
@@ -95,10 +96,10 @@ class Scheduler:
         self.commit = Commit(state, life, self.admission)
         self.output = Output(state, life)
         self.controls = Controls(state, self.ingest, self.generations)
-        self._next_status = 0.0
+        self.next_status = 0.0
         self._more = False
         """Another batch could be built at once."""
-        self._announced: tuple[object, ...] = ()
+        self.announced: tuple[bool, bool, tuple[tuple[str, int], ...]] | None = None
 
     def step(
         self,
@@ -177,13 +178,13 @@ class Scheduler:
         out.replies, self.controls.replies = self.controls.replies, []
         out.log, state.log = state.log, []
         news = (state.pool is not None, state.draining, tuple(sorted(self.generations.items())))
-        if now >= self._next_status or news != self._announced:
-            self._announced = news
-            self._next_status = now + STATUS_S
+        if now >= self.next_status or news != self.announced:
+            self.announced = news
+            self.next_status = now + STATUS_S
             out.status = engine_status(state, self.generations)
         timers = self.ingest.timers
         out.wake_at = min(
-            self._next_status,
+            self.next_status,
             timers[0][0] if timers else float("inf"),
             self.gateways.next_expiry(),
             self.controls.next_deadline(),
@@ -191,6 +192,17 @@ class Scheduler:
             now if self._more else float("inf"),
             now if self.output.pending and not detokenizer_full else float("inf"),
         )
+
+    def snapshot(self) -> bytes:
+        """The whole state between two steps; see ``snapshot.py``."""
+        return snapshot.take(self)
+
+    @classmethod
+    def restore(cls, config: ServerConfig, generation: int, data: bytes) -> Scheduler:
+        """A scheduler that goes on from a snapshot. Raises msgspec.ValidationError for other bytes."""
+        scheduler = cls(config, generation)
+        snapshot.put(scheduler, data)
+        return scheduler
 
     @property
     def ready(self) -> bool:

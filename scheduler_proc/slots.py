@@ -63,21 +63,22 @@ class SlotTable:
         """New ids go out as plain rows: RUNNING, begun at the detokenizer, no log-probabilities."""
         self.to_end: list[int] = []
         """Given back; the next batch ends them in the worker."""
-        self._free = list(range(max_slots - 1, -1, -1))
+        self.free_slots = list(range(max_slots - 1, -1, -1))
+        """Those that can be begun; the next to be taken last."""
 
     @property
     def num_free(self) -> int:
         """Slots a request can begin in now."""
-        return len(self._free)
+        return len(self.free_slots)
 
     @property
     def num_taken(self) -> int:
         """Slots that belong to a request."""
-        return self.max_slots - len(self._free) - len(self.to_end)
+        return self.max_slots - len(self.free_slots) - len(self.to_end)
 
     def take(self, req: Req, page_size: int) -> int:
         """Give a free slot to ``req`` and move its ids into the columns. The caller checks ``num_free``."""
-        slot = self._free.pop()
+        slot = self.free_slots.pop()
         n = len(req.ids)
         sampling = req.spec.sampling
         self.reqs[slot] = req
@@ -112,7 +113,7 @@ class SlotTable:
     def end_slots(self) -> list[int]:
         """Slots for the ``ends`` of the batch being built. They can be taken again after it."""
         ended, self.to_end = self.to_end, []
-        self._free.extend(reversed(ended))
+        self.free_slots.extend(reversed(ended))
         return ended
 
     def known_ids(self, req: Req) -> I32:
