@@ -1,8 +1,9 @@
 """The gateway's side of the engine's channels: submit, abort, resubmit, and dispatch what arrives.
 
 Everything runs on the event loop's thread. ZeroMQ's descriptor is edge triggered, so ``drain``
-reads until the inbox is empty (in turns, so that a flood does not stop the loop); ``tick`` drains too, in case an edge was missed, and repeats what
-could not be sent: aborts until their ending arrives, resubmissions that met a full channel.
+reads until the inbox is empty (in turns, so that a flood does not stop the loop); ``tick`` drains
+too, in case an edge was missed, and repeats what could not be sent: aborts until their ending
+arrives, resubmissions that met a full channel.
 """
 
 from __future__ import annotations

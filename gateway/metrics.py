@@ -171,11 +171,18 @@ def _engine(status: EngineStatus | None) -> Iterator[Metric]:
         "num_queue_reqs": status.num_waiting,
         "max_total_num_tokens": status.max_total_tokens,
     }
+    labelled: dict[str, CounterMetricFamily] = {}
     for name, value in {**gauges, **status.metrics}.items():
-        if name.endswith("_total"):
+        base, total, reason = name.partition("_total_")
+        if total:  # num_finished_requests_total_stop: a counter with a label
+            if base not in labelled:
+                labelled[base] = CounterMetricFamily(PREFIX + base, "Engine counter", labels=["reason"])
+            labelled[base].add_metric([reason], value)
+        elif name.endswith("_total"):
             yield CounterMetricFamily(PREFIX + name.removesuffix("_total"), "Engine counter", value=value)
         else:
             yield GaugeMetricFamily(PREFIX + name, "Engine gauge", value=value)
+    yield from labelled.values()
     for name, values in status.histograms.items():
         bounds = ENGINE_BUCKETS.get(name, LATENCY_BUCKETS)
         if len(values) != len(bounds) + 3:
