@@ -43,9 +43,8 @@ class Detokenizer:
         """Take in one message."""
         self.num_handled += 1
         if isinstance(message, GatewayAddress):
-            if message.gone:
-                self._drop_gateway(message.gateway)
-            else:
+            # That a gateway is gone comes with a TokenBatch too, in order with its successor's requests.
+            if not message.gone:
                 self._outbox.move(message.gateway, message.address)
             return
         if not self._is_current(message.scheduler_generation):

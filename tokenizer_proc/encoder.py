@@ -30,6 +30,8 @@ class TextEncoder:
         self._bos = bos_token
         self._bos_id: int | None = tokenizer.token_to_id(bos_token) if bos_token else None
         self._adds_bos = self._bos_id is not None and self._leads_with_bos()
+        self._keeps_bytes = tokenizer.normalizer is None and type(tokenizer.decoder).__name__ == "ByteLevel"
+        self._longest = 0
         self._lock = threading.Lock()
         self._literal: Tokenizer | None = None
         self._aliases: dict[str, str] = {}
@@ -62,6 +64,20 @@ class TextEncoder:
     def special_ids(self) -> dict[str, int]:
         """The control tokens: text -> id."""
         return {token.content: token_id for token_id, token in self._special.items()}
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at the least; 0 where it cannot be told without encoding.
+
+        Byte-level tokenizers keep every byte, so the longest token gives a bound; encoding megabytes only
+        to find that they do not fit would take seconds.
+        """
+        if not self._keeps_bytes:
+            return 0
+        with self._lock:
+            if not self._longest:
+                self._longest = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
+        # An added token's length is in characters, which have at most four bytes.
+        return -(-len(text.encode("utf-8", "replace")) // (4 * self._longest))
 
     def encode_prompt(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """A plain completions prompt: control tokens spelled in it are honoured.

@@ -78,11 +78,10 @@ class Outbox:
         self._gateways[gateway] = self._connect(gateway, address)
 
     def close_gateway(self, gateway: str) -> None:
-        """A gateway is gone: so is what waited for it."""
-        if (old := self._gateways.pop(gateway, None)) is not None:
+        """A gateway is gone. What waits for it stays until it is given up: a successor under the same name
+        may be there already, and news of the two come by different ways."""
+        if gateway not in self._to_gateways and (old := self._gateways.pop(gateway, None)) is not None:
             old.close()
-        self._to_gateways.pop(gateway, None)
-        self._full_since.pop(gateway, None)
 
     def to_scheduler(self, message: Message) -> None:
         """Queue a message for the scheduler."""

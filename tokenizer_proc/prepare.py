@@ -144,9 +144,23 @@ class Preparer:
             return self._given_ids(prompt.ids, "prompt")
         if isinstance(prompt, TextPrompt):
             check_text(prompt.text, "prompt")
+            self._check_size(prompt.text, "prompt")
             return self._encoder.encode_prompt(prompt.text, prompt.add_special_tokens) if prompt.text else []
         rendered, guarded = self._template.render(prompt, self._encoder.control)
+        self._check_size(rendered, "messages")
         return self._encoder.encode_rendered(rendered, guarded)
+
+    def _check_size(self, text: str, param: str) -> None:
+        """Refuse a text that is far too long without encoding it."""
+        if len(text) <= max(_SLOW_CHARS, self.info.context_len):
+            return
+        least, limit = self._encoder.least_tokens(text), self.info.context_len
+        if least > limit:
+            raise RequestError(
+                f"this model's context is {limit} tokens, and the prompt alone has more than {least}: shorten the prompt",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def _given_ids(self, packed: bytes, param: str) -> list[int]:
         if len(packed) % 4:

@@ -180,14 +180,12 @@ class TokenizerServer:
             self._outbox.to_gateway(gateway, self._ready)
 
     def _address(self, message: GatewayAddress) -> None:
-        if not message.gone:
-            self._outbox.open_gateway(message.gateway, message.address)
-            self._outbox.to_gateway(message.gateway, self._ready)
+        if message.gone:
+            # What is being prepared goes on: it may be the successor's, and the scheduler knows whose lease runs.
+            self._outbox.close_gateway(message.gateway)
             return
-        self._outbox.close_gateway(message.gateway)
-        for key, job in list(self._jobs.items()):
-            if job.message.gateway == message.gateway:
-                del self._jobs[key]
+        self._outbox.open_gateway(message.gateway, message.address)
+        self._outbox.to_gateway(message.gateway, self._ready)
 
 
 def _refusal(message: Work, error: ErrorInfo) -> Rejected | TextReply:

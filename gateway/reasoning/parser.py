@@ -12,12 +12,11 @@ releases what was not. So the joined pieces are the same for every split of the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(NamedTuple):
     """New text of each kind; either may be empty."""
 
     reasoning: str = ""

@@ -303,6 +303,13 @@ def test_requests_of_a_gateway_whose_lease_ran_out_are_forgotten(bench: Bench) -
     assert [row.finish for row in rows_of(bench.gateway("gateway-0"))] == [None]
 
 
+def test_late_news_of_a_gone_gateway_does_not_hurt_its_successors_requests(bench: Bench) -> None:
+    bench.step(gone_gateways=["gateway-0"], begins=[BeginOutput("new", 0, "gateway-0", 7, 4, TextParams())])
+    bench.detokenizer.handle(GatewayAddress(gateway="gateway-0", address="", gone=True))
+    bench.stream(bench.ids("fox"), rid="new")
+    assert read(bench.gateway(), "new").text == "fox"
+
+
 def test_a_stop_hit_is_repeated_until_the_scheduler_takes_it(bench: Bench) -> None:
     bench.scheduler.room = 0
     bench.begin(text=TextParams(stop=("b",)))

@@ -61,6 +61,11 @@ def test_text_is_passed_on_as_soon_as_it_is_certain() -> None:
     assert parser.feed("x").reasoning == " </x"
 
 
+def test_a_split_unpacks_as_a_pair() -> None:
+    reasoning, content = ReasoningParser().feed("<think>a</think>b")
+    assert (reasoning, content) == ("a", "b")
+
+
 def test_in_reasoning_follows_the_text() -> None:
     parser = ReasoningParser()
     places = [parser.in_reasoning]

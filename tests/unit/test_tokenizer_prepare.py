@@ -93,6 +93,14 @@ def test_what_does_not_fit_the_context_is_a_400_with_the_numbers(
         assert number in error.info.message
 
 
+def test_a_text_that_is_far_too_long_is_refused_before_it_is_encoded() -> None:
+    error = refusal(generate("word " * 100_000))
+    assert error.info.code == "context_length_exceeded" and "more than" in error.info.message
+    encoder = TextEncoder(Tokenizer.from_str(byte_level_json()))
+    for text in ("The quick brown fox " * 50, "<|im_start|>" * 100, "日本🙂" * 30):
+        assert encoder.least_tokens(text) <= len(encoder.encode_prompt(text))
+
+
 def test_a_full_context_can_be_scored_without_generating() -> None:
     assert preparer().prepare(generate(ids([5] * CONTEXT), max_tokens=0)).sampling.max_tokens == 0
 

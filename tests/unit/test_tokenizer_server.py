@@ -249,13 +249,14 @@ def test_a_new_gateway_is_told_that_the_tokenizer_is_ready() -> None:
         assert bench.channels.opened[gateway].sent == [READY]
 
 
-def test_a_gateway_that_is_gone_takes_its_requests_with_it() -> None:
+def test_news_of_a_gone_gateway_does_not_hurt_its_successors_requests() -> None:
     bench = Bench()
     bench.generate("r", grammar=NUMBERS)
     bench.server.handle(GatewayAddress(gateway="gateway-0", address="", gone=True))
-    bench.finish_jobs()
-    assert bench.to_scheduler() == []
     assert bench.channels.opened["gateway-0"].closed
+    bench.server.handle(GatewayAddress(gateway="gateway-0", address="tcp://10.0.0.1:2"))
+    bench.finish_jobs()
+    assert bench.to_scheduler() == [("Tokenized", "r")]
 
 
 def test_detokenize_is_answered_with_text_or_an_error() -> None:
