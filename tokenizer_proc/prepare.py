@@ -157,7 +157,7 @@ class Preparer:
         least, limit = self._encoder.least_tokens(text), self.info.context_len
         if least > limit:
             raise RequestError(
-                f"this model's context is {limit} tokens, and the prompt alone has more than {least}: shorten the prompt",
+                f"this model's context is {limit} tokens, and the prompt alone has {least} at the least: shorten it",
                 param=param,
                 code="context_length_exceeded",
             )

@@ -95,7 +95,7 @@ def test_what_does_not_fit_the_context_is_a_400_with_the_numbers(
 
 def test_a_text_that_is_far_too_long_is_refused_before_it_is_encoded() -> None:
     error = refusal(generate("word " * 100_000))
-    assert error.info.code == "context_length_exceeded" and "more than" in error.info.message
+    assert error.info.code == "context_length_exceeded" and "at the least" in error.info.message
     encoder = TextEncoder(Tokenizer.from_str(byte_level_json()))
     for text in ("The quick brown fox " * 50, "<|im_start|>" * 100, "日本🙂" * 30):
         assert encoder.least_tokens(text) <= len(encoder.encode_prompt(text))
