@@ -11,7 +11,6 @@ machine that does other work too, the second is the scheduler's. The last line i
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import time
 from collections.abc import Iterable, Iterator
@@ -30,6 +29,7 @@ from common.messages import (
     WorkerReady,
     pack_i32,
 )
+from scheduler_proc.main import tune_gc
 from scheduler_proc.scheduler import Scheduler
 
 PAGE = 16
@@ -106,8 +106,7 @@ def measure_steps(scheduler: Scheduler, running: int, steps: int, rng: np.random
     took: list[tuple[float, float]] = []
     encode: list[float] = []
     encoder = msgspec.msgpack.Encoder()
-    gc.collect()
-    gc.freeze()
+    tune_gc()
     while len(took) < steps:
         flying += [order for order in out.to_worker if isinstance(order, ForwardBatch)]
         result = answer(flying.pop(0), rng)

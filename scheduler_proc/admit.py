@@ -39,13 +39,19 @@ class Admitter:
         self.life = life
         self.admission = admission
 
+    @property
+    def has_slot(self) -> bool:
+        """One more request may run."""
+        pool = self.state.need_pool()
+        return pool.table.num_free > 0 and pool.table.num_taken < pool.max_running
+
     def admit(self, draft: Draft, req: Req, now: float, *, alone: bool = False) -> Verdict:
         """Give ``req`` a slot and pages for all its known ids.
 
         ``alone``: only the pages must be there; no estimate of growth, no waiting for others.
         """
         pool = draft.pool
-        if pool.table.num_free == 0 or (pool.table.num_taken >= pool.max_running and not alone):
+        if pool.table.num_free == 0 or not (alone or self.has_slot):
             return Verdict.FULL
         num_pages = pool.pages_for(len(req.ids))
         if num_pages > pool.allocator.num_pages:

@@ -23,6 +23,9 @@ from scheduler_proc.state import State
 
 I32 = NDArray[np.int32]
 
+MOST_WAITS = 64
+"""Requests that wait for somebody's prefix passed over in one step; bounds the step's time."""
+
 
 class Batcher:
     """Builds batches. Everything it allocates is in the batch it returns."""
@@ -148,16 +151,18 @@ class Batcher:
     def _prefill(self, draft: Draft, now: float) -> None:
         """Continue the half-computed prompt, then admit who fits."""
         pool, table = draft.pool, draft.pool.table
-        decoding = bool(draft.decode_slots.size)
         configured = self.state.config.scheduler.chunked_prefill_size
-        budget = choose_chunk(configured, self.state.cost, decoding=decoding, page_size=pool.page_size)
+        budget = choose_chunk(configured, self.state.cost, len(draft.decode_slots), pool.page_size)
         partial = [table.reqs[slot] for slot in np.flatnonzero(table.running & ~table.decoding)]
         for req in sorted((req for req in partial if req is not None), key=lambda req: req.seq):
             budget -= self.admitter.add_chunk(draft, req, budget)
         if not table.running.any():
             self.admission.idle()
-        if draft.preempted or budget <= 0 or not len(self.state.queue):
+        if draft.preempted or budget <= 0 or not self.state.queue:
             return
+        if not self.policy.preempts and not self.admitter.has_slot:
+            return
+        num_waits = 0
         for req in self.policy.order(self.state.queue, pool.tree, now):
             verdict = self.admitter.admit(draft, req, now)
             if verdict is Verdict.ADMITTED:
@@ -165,7 +170,8 @@ class Batcher:
             elif verdict is Verdict.FULL:
                 self.stuck = req
                 return
-            if budget <= 0:
+            num_waits += verdict is Verdict.WAITS
+            if budget <= 0 or num_waits > MOST_WAITS:
                 return
 
     def _make_way(self) -> None:
@@ -190,16 +196,18 @@ class Batcher:
     def _quarantine(self, draft: Draft, now: float) -> None:
         """A batch of one row: the first suspect that has not passed the position it crashed at."""
         pool = draft.pool
-        waiting = [self.state.reqs[rid] for rid in self.state.suspects if rid in self.state.reqs]
-        for req in waiting:
-            if req.status is Status.WAITING:
-                while self.admitter.admit(draft, req, now, alone=True) is not Verdict.ADMITTED:
-                    others = victims(pool)
-                    if not others:
-                        return
-                    self.life.preempt(others[0])
+        for rid in list(self.state.suspects):
+            req = self.state.reqs[rid]
+            if req.status is Status.WAITING and not self._admit_alone(draft, req, now):
+                continue  # it can no longer fit, and has ended
             if pool.table.decoding[req.slot]:
                 self._decode(draft, np.array([req.slot], dtype=np.intp))
             else:
                 self.admitter.add_chunk(draft, req, DEFAULT_CHUNK)
             return
+
+    def _admit_alone(self, draft: Draft, req: Req, now: float) -> bool:
+        """Admit a suspect whatever it takes; nothing is in flight, so a preempted request's pages come at once."""
+        while (verdict := self.admitter.admit(draft, req, now, alone=True)) is Verdict.FULL:
+            self.life.preempt(victims(draft.pool)[0])
+        return verdict is Verdict.ADMITTED

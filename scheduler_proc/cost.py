@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 DEFAULT_CHUNK = 512
 MIN_CHUNK = 32
@@ -15,33 +15,47 @@ _SMOOTHING = 0.1
 
 @dataclass
 class StepCost:
-    """Moving averages of what the worker reports."""
+    """Moving averages of what the worker reports. The first steps, slow from warming up, fade within some tens."""
 
-    decode_s: float = 0.0
-    """A step without prefill; 0 while none was seen."""
+    decode_s: dict[int, float] = field(default_factory=dict)
+    """Seconds of decoding alone, by the bit length of the number of rows (1, 2-3, 4-7, ...)."""
     per_prefill_token_s: float = 0.0
     """What one more prefill token adds to a step; 0 while unknown."""
 
     def observe(self, duration_s: float, num_prefill_tokens: int, num_decode_rows: int) -> None:
-        """Learn from one step. The first steps, slow from warming up, fade within some tens of steps."""
+        """Learn from one step: of one kind directly, of a mixed one by taking away the part that is known."""
         if duration_s <= 0:
             return
+        size = num_decode_rows.bit_length()
         if num_prefill_tokens == 0:
             if num_decode_rows:
-                self.decode_s = _average(self.decode_s, duration_s)
-            return
-        if num_prefill_tokens < MIN_CHUNK:
-            return  # the fixed cost would drown what the tokens add
-        fixed_s = self.decode_s if num_decode_rows else 0.0
-        added = max(duration_s - fixed_s, 0.05 * duration_s)
-        self.per_prefill_token_s = _average(self.per_prefill_token_s, added / num_prefill_tokens)
+                self.decode_s[size] = _average(self.decode_s.get(size, 0.0), duration_s)
+        elif num_prefill_tokens < MIN_CHUNK:
+            pass  # the fixed cost of a step would drown what so few tokens add
+        elif num_decode_rows == 0 or size in self.decode_s:
+            added = max(duration_s - self.decode_s.get(size, 0.0), 0.05 * duration_s)
+            self.per_prefill_token_s = _average(self.per_prefill_token_s, added / num_prefill_tokens)
+        elif self.per_prefill_token_s:
+            decode_s = duration_s - self.per_prefill_token_s * num_prefill_tokens
+            self.decode_s[size] = max(decode_s, 0.1 * duration_s)
+
+    def decoding(self, num_decode_rows: int) -> float:
+        """Seconds that so many rows take without prefill; 0 while nothing like it was seen.
+
+        Where this number of rows was not seen, the nearest smaller one that was (a careful guess), or the
+        nearest larger.
+        """
+        size = num_decode_rows.bit_length()
+        seen = [n for n in self.decode_s if n <= size] or [-n for n in self.decode_s]
+        return self.decode_s[abs(max(seen))] if seen else 0.0
 
 
 def _average(old: float, new: float) -> float:
+    # One step that hung for a second must not count for many times what it usually takes.
     return new if old == 0 else old + _SMOOTHING * (min(new, 8 * old) - old)
 
 
-def choose_chunk(configured: int, cost: StepCost, *, decoding: bool, page_size: int) -> int:
+def choose_chunk(configured: int, cost: StepCost, num_decode_rows: int, page_size: int) -> int:
     """Most prefill tokens of the next step.
 
     ``configured`` > 0 is obeyed. Otherwise: while nobody decodes there is no ITL to protect, and the
@@ -50,7 +64,8 @@ def choose_chunk(configured: int, cost: StepCost, *, decoding: bool, page_size: 
     """
     if configured > 0:
         return configured
-    if not decoding or cost.decode_s == 0 or cost.per_prefill_token_s == 0:
+    decode_s = cost.decoding(num_decode_rows)
+    if num_decode_rows == 0 or decode_s == 0 or cost.per_prefill_token_s == 0:
         return DEFAULT_CHUNK
-    fitting = int((TARGET_RATIO - 1) * cost.decode_s / cost.per_prefill_token_s)
+    fitting = int((TARGET_RATIO - 1) * decode_s / cost.per_prefill_token_s)
     return min(max(fitting // page_size * page_size, MIN_CHUNK), MAX_CHUNK)

@@ -25,7 +25,7 @@ def why_waiting(scheduler: Scheduler, req: Req) -> str:
         return f"prefix: {other.rid} is computing what it shares with it"
     if stuck is not None:
         return f"order: {stuck.rid} is before it and does not fit"
-    return "budget: the prefill tokens of the step went to others"
+    return "budget: the prefill tokens of the step went to others, or pages had just run out"
 
 
 def _why_full(scheduler: Scheduler, pool: Pool, req: Req) -> str:

@@ -10,6 +10,8 @@ from scheduler_proc.state import State
 
 LEASE_S = 8.0
 """A gateway not heard of for this long is gone. It renews every second; a machine under load may be late."""
+PAUSE_S = 2.0
+"""Between two steps; the loop turns several times a second."""
 _REMEMBER_GONE = 4096
 
 
@@ -33,6 +35,8 @@ class Gateways:
     addresses: list[GatewayAddress] = field(default_factory=list)
     orphans: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
     """Gateway declared gone -> (rid, attempt) it had open: should it come back, it hears of their end."""
+    last_turn: float = 0.0
+    """When ``expire`` was called last."""
 
     def renew(self, lease: GatewayLease, now: float) -> None:
         """A lease arrived: a new gateway, a sign of life, a successor, or a farewell."""
@@ -55,7 +59,16 @@ class Gateways:
             self.state.refused.append(RefusedRow(rid, attempt, lease.gateway, finish))
 
     def expire(self, now: float) -> None:
-        """Drop gateways whose lease ran out."""
+        """Drop gateways whose lease ran out.
+
+        When this process itself stood still (suspended, stopped), so did the reading of leases: that time
+        does not count.
+        """
+        pause_s = now - self.last_turn
+        self.last_turn = now
+        if pause_s > PAUSE_S:
+            for gateway in self.known.values():
+                gateway.expires = max(gateway.expires, min(gateway.expires + pause_s, now + LEASE_S))
         for name in [name for name, gateway in self.known.items() if gateway.expires < now]:
             self.state.log.append(("warning", f"{name} was not heard of for {LEASE_S:g} s: its requests are aborted"))
             self.drop(name)

@@ -75,9 +75,12 @@ class Ingest:
         """Why a new request cannot be taken; None when it can."""
         state = self.state
         limit = state.config.scheduler.max_queued_requests
+        free = 0 if state.pool is None else max(state.pool.max_running - state.pool.table.num_taken, 0)
+        if req.prompt_len == 0:
+            return ErrorInfo(status=400, message="the prompt is empty", param="prompt")
         if state.draining and req.attempt == 0:
             return ErrorInfo(status=503, message="the server is shutting down", retry_after_s=RETRY_AFTER_S)
-        if len(state.queue) >= limit and req.attempt == 0:
+        if len(state.queue) >= limit + free and req.attempt == 0:
             state.metrics.aborted("queue_full")
             words = f"the queue is full: {len(state.queue)} requests wait and --max-queued-requests is {limit}"
             return ErrorInfo(status=503, message=words, code="queue_full", retry_after_s=RETRY_AFTER_S)

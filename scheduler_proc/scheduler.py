@@ -153,7 +153,7 @@ class Scheduler:
                 if self.ingest.fleet(message, self.generations):
                     self.workers.lost("the worker was replaced")
             case TokenizerReady():
-                pass  # it says what gateways need; the scheduler's limits come from the worker
+                self.gateways.resend_addresses()  # what else it says is for gateways
 
     def _schedule(self, now: float, max_batches: int) -> list[ToWorker]:
         """Resets, profiler orders, and batches until enough are in flight."""

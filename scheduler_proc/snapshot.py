@@ -154,6 +154,7 @@ class Snapshot(msgspec.Struct):
     timers: list[tuple[float, int, str, str]]
     gateways: dict[str, Gateway]
     orphans: dict[str, list[tuple[str, int]]]
+    last_turn: float
     answers: dict[int, WorkerReady]
     next_reset: float
     orders: list[ToWorker]
@@ -202,6 +203,7 @@ def take(scheduler: Scheduler) -> bytes:
             timers=scheduler.ingest.timers,
             gateways=scheduler.gateways.known,
             orphans=scheduler.gateways.orphans,
+            last_turn=scheduler.gateways.last_turn,
             answers=scheduler.workers.answers,
             next_reset=scheduler.workers.next_reset,
             orders=scheduler.controls.to_worker,
@@ -301,6 +303,7 @@ def _put_parts(scheduler: Scheduler, snap: Snapshot, reqs: list[Req]) -> None:
     scheduler.ingest.timers[:] = snap.timers
     scheduler.gateways.known.update(snap.gateways)
     scheduler.gateways.orphans.update(snap.orphans)
+    scheduler.gateways.last_turn = snap.last_turn
     scheduler.workers.answers.update(snap.answers)
     scheduler.workers.next_reset = snap.next_reset
     scheduler.controls.to_worker[:] = snap.orders

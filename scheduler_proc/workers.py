@@ -8,7 +8,7 @@ from scheduler_proc.life import Life
 from scheduler_proc.request import Req
 from scheduler_proc.state import Pool, State
 
-RESET_REPEAT_S = 2.0
+RESET_REPEAT_S = 5.0
 
 
 class Workers:
