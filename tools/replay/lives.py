@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 
+from common import config as config_file
 from common.messages import Abort, ForwardBatch, Reset, StopHit, Tokenized, WorkerReady, unpack_i32
 from common.trace import (
     AnyRecord,
@@ -17,6 +19,7 @@ from common.trace import (
     Written,
 )
 from tools.replay.reader import Segment
+from tools.replay.rerun import open_scheduler
 from tools.replay.rows import RowDone, SlotReader, StepDone
 
 
@@ -85,6 +88,14 @@ class Life:
         return max(times, default=self.began)
 
     @property
+    def ending(self) -> str:
+        """The gateway's word for it; without its record ``ended`` when the slot was given back for good."""
+        if self.finished is not None:
+            return self.finished.reason
+        last = self.stays[-1] if self.stays else None
+        return "ended" if last is not None and last.ended >= 0 and not last.why else "open"
+
+    @property
     def num_outputs(self) -> int:
         """Tokens sampled for it."""
         return sum(len(timed.row.ids) for timed in self.rows)
@@ -151,12 +162,13 @@ def read_lives(segments: Iterable[Segment]) -> Run:
     """Put a run together. Schedulers' records first, so that every rid is known."""
     segments = list(segments)
     run = Run()
-    by_generation: dict[int, list[AnyRecord]] = {}
-    for segment in segments:
-        if segment.start.role == "scheduler":
-            by_generation.setdefault(segment.start.generation, []).extend(segment.records)
-    for generation, records in by_generation.items():
-        _SchedulerReader(run, generation).read(records)
+    mine = [segment for segment in segments if segment.start.role == "scheduler"]
+    for generation, group in groupby(mine, key=lambda segment: segment.start.generation):
+        reader = _SchedulerReader(run, generation)
+        for number, segment in enumerate(group):
+            if number == 0:
+                reader.begin(segment)
+            reader.read(segment.records)
     for segment in segments:
         name = f"{segment.start.role}-{segment.start.index}.{segment.start.generation}"
         for record in segment.records:
@@ -197,7 +209,26 @@ class _SchedulerReader:
         """Whose slot it is, as the scheduler sees it (a step or two ahead of the worker)."""
         self.epoch = 0
 
+    def begin(self, segment: Segment) -> None:
+        """The first segment there is: earlier ones may have been deleted, so take over what runs and waits."""
+        scheduler = open_scheduler(config_file.load(segment.start.config), segment)
+        state = scheduler.state
+        self.epoch = state.epoch if state.pool is not None else 0
+        self.slots.resume(scheduler)
+        if state.pool is not None:
+            self.run.page_size, self.run.num_pages = state.pool.page_size, state.pool.allocator.num_pages
+            for req in state.pool.table.taken():
+                self.in_slot[req.slot] = req.rid
+                known = state.pool.table.known_len(req)
+                stay = Stay(segment.start.time, state.step, req.slot, known, max(req.cached_len, 0), len(req.pages))
+                self.run.life(req.rid).stays.append(stay)
+        for req in state.reqs.values():
+            life = self.run.life(req.rid)
+            life.queued, life.prompt_len = req.queued_at, req.prompt_len
+            life.max_tokens = req.spec.sampling.max_tokens or 0
+
     def read(self, records: list[AnyRecord]) -> None:
+        """The records that follow, of one segment or several."""
         for record in records:
             if isinstance(record, SchedulerStep):
                 self.run.decisions.append((self.generation, record))

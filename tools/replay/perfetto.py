@@ -30,7 +30,7 @@ def write_perfetto(path: Path, run: Run, segments: Sequence[Segment]) -> int:
 
 def make_events(run: Run, segments: Sequence[Segment]) -> Iterator[Event]:
     """All events, in no particular order."""
-    zero = min((at for segment in segments if (at := _first_time(segment)) > 0), default=0.0)
+    zero = min((_first_time(segment) for segment in segments), default=0.0)
     yield _name("process_name", REQUESTS_PID, 0, "requests")
     lives = sorted((life for life in run.lives.values() if life.began >= 0), key=lambda life: life.began)
     for tid, life in enumerate(lives, 1):

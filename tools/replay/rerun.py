@@ -85,12 +85,15 @@ def _rerun_process(segments: list[Segment], settings: Sequence[str]) -> Report:
 
 def open_scheduler(config: ServerConfig, segment: Segment) -> Scheduler:
     """A scheduler in the state in which the segment finds it. Raises TraceError when that is not known."""
+    if segment.start.segment == 0:
+        return Scheduler(config, segment.start.generation)  # also where the state's form has changed since
     first = segment.records[0] if segment.records else None
-    if isinstance(first, SchedulerState):
-        return Scheduler.restore(config, segment.start.generation, first.state)
-    if segment.start.segment:
+    if not isinstance(first, SchedulerState):
         raise TraceError(f"{segment.path}: does not begin with the scheduler's state")
-    return Scheduler(config, segment.start.generation)
+    try:
+        return Scheduler.restore(config, segment.start.generation, first.state)
+    except msgspec.ValidationError as error:
+        raise TraceError(f"{segment.path}: the state in it is not of this release: {error}") from None
 
 
 def step_again(scheduler: Scheduler, record: SchedulerStep) -> StepOutput:

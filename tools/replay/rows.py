@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from common.messages import ForwardBatch, RowFlag, StepResult, unpack_i32
+from common.messages import ForwardBatch, RowFlag, StepResult, pack_i32, unpack_i32
 from common.trace import AnyRecord, SchedulerStep
+from scheduler_proc.scheduler import Scheduler
 
 
 @dataclass(slots=True)
@@ -63,6 +64,31 @@ class SlotReader:
         self.page_size = page_size
         self.slots: dict[int, Slot] = {}
         self._sent: dict[tuple[int, int], tuple[float, ForwardBatch]] = {}
+
+    def resume(self, scheduler: Scheduler) -> None:
+        """Take over the slots and the batches in flight of a scheduler restored from a snapshot."""
+        pool = scheduler.state.pool
+        if pool is None:
+            return
+        table = pool.table
+        self.page_size = pool.page_size
+        for req in table.taken():
+            self.slots[req.slot] = Slot(
+                req.rid,
+                req.prompt_len,
+                int(table.known[req.slot]),
+                int(table.computed[req.slot]),
+                int(table.capacity[req.slot]),
+            )
+        for flight in pool.in_flight:
+            batch = ForwardBatch(
+                epoch=scheduler.state.epoch,
+                step=flight.step,
+                slots=pack_i32(flight.slots),
+                num_tokens=pack_i32(flight.chunks),
+                num_new_pages=bytes(4 * len(flight.slots)),
+            )
+            self.sent(batch, -1.0)
 
     def steps(self, records: Iterable[AnyRecord]) -> Iterator[StepDone]:
         """Every step that returned, in order."""

@@ -33,7 +33,7 @@ def timeline(run: Run, life: Life) -> str:
 def headline(life: Life) -> str:
     """The rid, its sizes and its end in one line."""
     cached = life.stays[0].cached_len if life.stays else 0
-    end = life.finished.reason if life.finished else "still open at the end of the trace"
+    end = "still open at the end of the trace" if life.ending == "open" else life.ending
     limit = f" of at most {life.max_tokens}" if life.max_tokens else ""
     return f"{life.rid}: prompt {life.prompt_len} tokens ({cached} cached), {life.num_outputs} generated{limit}, {end}"
 
@@ -171,7 +171,7 @@ def _decode_runs(life: Life) -> Iterator[list[RowTime]]:
 def summary(run: Run) -> str:
     """All requests: how many, how they ended, where their time went, and who fared worst."""
     lives = [life for life in run.lives.values() if life.queued >= 0]
-    endings = Counter(life.finished.reason if life.finished else "open" for life in lives)
+    endings = Counter(life.ending for life in lives)
     preempted = sum(stay.why == "preempted" for life in lives for stay in life.stays)
     lines = [
         f"{len(lives)} requests, {sum(life.prompt_len for life in lives):,} prompt tokens"

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from common.config import ServerConfig
+from common.config import ServerConfig, save
 from common.errors import ConfigError, QuintetError
 from common.flags import build
+from common.trace import TraceWriter
 from tools.simulate.cost import CostModel
 from tools.simulate.files import fit_cost, load
 from tools.simulate.loop import Simulation
@@ -74,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--policy-file", type=Path, action="append", default=[], help="also compare the Policy or Tree in this file")
     out = parser.add_argument_group("output")
     out.add_argument("--plot", type=Path, help="picture of the comparison (.svg, .png)")
+    out.add_argument("--trace", type=Path, help="record every step, for tools.replay (one folder per run)")
     out.add_argument("--check", action="store_true", help="verify invariants and tokens after every step (slow)")
     return parser
 
@@ -151,14 +154,25 @@ def make_configs(args: argparse.Namespace) -> dict[str, ServerConfig]:
 
 
 def run_one(
-    config: ServerConfig, args: argparse.Namespace, cost: CostModel, workload: Workload, plugin: Plugin | None = None
+    name: str,
+    config: ServerConfig,
+    args: argparse.Namespace,
+    cost: CostModel,
+    workload: Workload,
+    plugin: Plugin | None = None,
 ) -> tuple[dict[str, float], list[Outcome]]:
     """Simulate one configuration: (numbers, what each client saw)."""
+    trace = None
+    if args.trace:
+        trace = TraceWriter(args.trace / name.replace(" ", "-"), "scheduler", 0, 0, config=save(config))
     shape = WorkerShape(
         args.pages, args.page_size, args.context_length, workload.spec.vocab_size, max_slots=args.max_running
     )
-    simulation = Simulation(config, shape, cost, workload, plugin, check=args.check)
-    return simulation.run(), list(simulation.recorder.outcomes.values())
+    simulation = Simulation(config, shape, cost, workload, plugin, check=args.check, trace=trace)
+    result = simulation.run()
+    if trace is not None:
+        trace.close()
+    return result, list(simulation.recorder.outcomes.values())
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
@@ -172,7 +186,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     outcomes: dict[str, list[Outcome]] = {}
     for name, config, plugin in runs:
         workload = load(args.trace_file, spec) if args.trace_file else generate(spec)
-        results[name], outcomes[name] = run_one(config, args, cost, workload, plugin)
+        results[name], outcomes[name] = run_one(name, config, args, cost, workload, plugin)
         print(f"{name}: {results[name]['wall_s']:.1f} s for {results[name]['steps']:.0f} steps", file=sys.stderr)
     print(f"step = {cost}; {args.pages} pages of {args.page_size} tokens\n")
     print(table(results))
@@ -194,4 +208,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ``| head`` ends it quietly
     sys.exit(main())

@@ -30,6 +30,8 @@ from common.messages import (
     ToScheduler,
     unpack_i32,
 )
+from common.trace import TraceWriter
+from scheduler_proc.record import StepRecorder
 from scheduler_proc.scheduler import Scheduler, StepOutput
 from tools.simulate.cost import CostModel
 from tools.simulate.measure import Outcome, Recorder, summarize
@@ -64,12 +66,15 @@ class Simulation:
     plugin: Plugin | None = None
     check: bool = False
     """Verify the scheduler's invariants after every step and every token that comes out (slow)."""
+    trace: TraceWriter | None = None
+    """Records every step, as the server does with ``--trace``."""
     recorder: Recorder = field(default_factory=Recorder)
     scheduler_s: float = 0.0
     """Real time spent in ``Scheduler.step``."""
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config)
+        self._steps = None if self.trace is None else StepRecorder(self.trace, self.scheduler)
         self._lengths: dict[str, int] = {}
         self.worker = FakeWorker(self.shape, self._lengths.__getitem__)
         self._depth = 1 if self.config.scheduler.disable_overlap_schedule else PIPELINE
@@ -85,9 +90,9 @@ class Simulation:
     def _start(self) -> None:
         if self.plugin is not None:
             self.plugin.apply_policy(self.scheduler)
-        orders = self.scheduler.step([self.worker.ready(0)], 0.0).to_worker
+        orders = self._decide([self.worker.ready(0)], 0.0).to_worker
         epoch = next(order.epoch for order in orders if isinstance(order, Reset))
-        self.scheduler.step([self.worker.ready(epoch)], 0.0)
+        self._decide([self.worker.ready(epoch)], 0.0)
         if self.plugin is not None:
             self.plugin.apply_tree(self.scheduler)
 
@@ -107,6 +112,9 @@ class Simulation:
             now = max(now, wake_at)
             messages = self._due(now)
             out = self._step(messages, now)
+            if self._steps is not None:  # one decision per record: the rest of the pipeline is filled after it
+                while out.wake_at <= now:
+                    out = self._step([], now)
             idle_turns = 0 if messages or out.to_worker or out.tokens else idle_turns + 1
             if idle_turns > STUCK_TURNS:
                 raise InvariantError(f"nothing moves at {now:.3f} s with {len(self._open)} requests open")
@@ -144,9 +152,17 @@ class Simulation:
             received=request.time,
         )
 
+    def _decide(self, messages: list[ToScheduler], now: float) -> StepOutput:
+        if self._steps is None:
+            return self.scheduler.step(messages, now)
+        self._steps.before()
+        out = self.scheduler.step(messages, now, max_batches=1)
+        self._steps.after(messages, now, out, worker_full=False, detokenizer_full=False)
+        return out
+
     def _step(self, messages: list[ToScheduler], now: float) -> StepOutput:
         began = time.perf_counter()
-        out = self.scheduler.step(messages, now)
+        out = self._decide(messages, now)
         self.scheduler_s += time.perf_counter() - began
         if self.check:
             self.scheduler.check_invariants()
@@ -160,8 +176,9 @@ class Simulation:
     def _send(self, batch: ForwardBatch, now: float) -> None:
         result, load = self.worker.execute(batch)
         duration = self.cost.seconds(load) if batch.slots else 0.0
-        self._free_at = max(now, self._free_at) + duration
-        self._flying.append((self._free_at, msgspec.structs.replace(result, forward_s=duration)))
+        started = max(now, self._free_at)
+        self._free_at = started + duration
+        self._flying.append((self._free_at, msgspec.structs.replace(result, started=started, forward_s=duration)))
         recorder, pool = self.recorder, self.scheduler.state.need_pool()
         recorder.steps += 1
         recorder.busy_s += duration
