@@ -81,11 +81,11 @@ class LarkWriter:
         """Whether a piece is a special token's name."""
         return piece in self._special
 
-    def until(self, end: str) -> str:
-        """Any text up to and including the first occurrence of ``end``; no special tokens inside."""
+    def until(self, end: str, text: str = ANY_TEXT) -> str:
+        """Any text (or a terminal's) up to and including the first occurrence of ``end``; no special tokens inside."""
         first, *rest = self.pieces(end)
         tail = self.text("".join(rest))
-        head = self.rule(f"{ANY_TEXT} {self.text(first)}", lazy=not self.is_special(first))
+        head = self.rule(f"{text} {self.text(first)}", lazy=not self.is_special(first))
         return f"{head} {tail}".strip()
 
     def free_text(self, except_for: str = "") -> str:

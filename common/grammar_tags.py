@@ -2,7 +2,7 @@
 
 The older form lists ``structures`` (begin, schema, end) and ``triggers``. The newer one has a
 ``format``, a tree of: const_string, json_schema, regex, grammar, any_text, sequence, or, tag,
-triggered_tags, tags_with_separator.
+triggered_tags, tags_with_separator. An any_text may have ``min_length`` and ``max_length`` (characters).
 """
 
 from __future__ import annotations
@@ -96,7 +96,11 @@ def _grammar(writer: LarkWriter, form: Format, path: str, depth: int) -> str:
 
 
 def _any_text(writer: LarkWriter, form: Format, path: str, depth: int) -> str:
-    return ANY_TEXT
+    least, most = form.get("min_length", 0), form.get("max_length")
+    for key in ("min_length", "max_length"):
+        if not isinstance(form.get(key, 0), int) or form.get(key, 0) < 0:
+            _refuse(f"{path}.{key}", "must be an integer of at least 0")
+    return ANY_TEXT if not least and most is None else f"/(?s:.{{{least},{'' if most is None else most}}})/"
 
 
 def _is_any_text(value: Any) -> bool:
@@ -116,7 +120,7 @@ def _sequence(writer: LarkWriter, form: Format, path: str, depth: int) -> str:
             # Text is greedy, so what ends it must be one lazy lexeme with it.
             if not (isinstance(following, dict) and following.get("type") == "const_string" and following.get("value")):
                 _refuse(place, "any_text must be the last element or be followed by a const_string")
-            out.append(writer.until(_string(following, "value", place)))
+            out.append(writer.until(_string(following, "value", place), _any_text(writer, element, place, depth)))
             skip = True
         else:
             out.append(_write(writer, element, place, depth + 1))
@@ -133,7 +137,8 @@ def _tag_body(writer: LarkWriter, form: Format, path: str, depth: int) -> str:
     end = _string(form, "end", path)
     content = form.get("content")
     if _is_any_text(content):
-        return writer.until(end) if end else ANY_TEXT
+        text = _any_text(writer, _checked(content, f"{path}.content"), f"{path}.content", depth)
+        return writer.until(end, text) if end else text
     return f"{_write(writer, content, f'{path}.content', depth + 1)} {writer.text(end)}"
 
 

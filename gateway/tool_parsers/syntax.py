@@ -122,7 +122,8 @@ def _untyped(schema: Any, arguments: Arguments, begin: str, end: str) -> Format:
         return _tag(begin, arguments(schema), end)
     if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
         return _tag(begin, {"type": "or", "elements": [_text(choice) for choice in choices]}, end)
-    return _tag(begin, {"type": "any_text"}, end)
+    lengths = (("min_length", root.get("minLength")), ("max_length", root.get("maxLength")))
+    return _tag(begin, {"type": "any_text", **{key: size for key, size in lengths if isinstance(size, int)}}, end)
 
 
 def _qwen3_coder(function: Function, arguments: Arguments) -> Format:
