@@ -20,6 +20,8 @@ class Output:
     def __init__(self, state: State, life: Life) -> None:
         self.state = state
         self.life = life
+        self._held_back = False
+        """The last batch named gateways that are gone, and nothing else."""
 
     def batch(self) -> TokenBatch | None:
         """Everything new; None when nothing is. What it returns counts as handed over."""
@@ -27,7 +29,9 @@ class Output:
         if state.gone:
             # Alone in its message: a successor of the same name may have begun requests since.
             gone, state.gone = state.gone, []
+            self._held_back = True
             return self._message([], [], gone)
+        self._held_back = False
         begins = [self._begin(req) for req in state.begins.values()]
         state.begins.clear()
         rows = self._plain_rows()
@@ -44,7 +48,7 @@ class Output:
     def pending(self) -> bool:
         """A batch would not be None (what streams as columns is known only when it is made)."""
         state = self.state
-        return bool(state.gone or state.begins or state.loose or state.refused)
+        return bool(self._held_back or state.gone or state.begins or state.loose or state.refused)
 
     def _message(self, begins: list[BeginOutput], rows: list[TokenRow], gone: list[str]) -> TokenBatch:
         refused = []

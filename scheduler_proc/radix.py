@@ -90,6 +90,11 @@ class RadixTree:
         """Pages that ``evict`` may take out (those a request shares stay in use, though)."""
         return self.num_pages - self.num_locked
 
+    @property
+    def num_heap_entries(self) -> int:
+        """Candidates for eviction, outdated ones included."""
+        return len(self._heap)
+
     # ------------------------------------------------------------------ lookup
 
     def match(self, salt: str, data: bytes, max_pages: int) -> Match:

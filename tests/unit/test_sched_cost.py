@@ -1,0 +1,49 @@
+"""How large a prefill chunk may be."""
+
+from __future__ import annotations
+
+from scheduler_proc.cost import DEFAULT_CHUNK, MIN_CHUNK, TARGET_RATIO, StepCost, choose_chunk
+
+
+def measured(decode_s: float, per_token_s: float, rows: int) -> StepCost:
+    cost = StepCost()
+    for _ in range(100):
+        cost.observe(decode_s, 0, rows)
+        cost.observe(decode_s + 256 * per_token_s, 256, rows)
+    return cost
+
+
+def test_a_configured_size_is_obeyed() -> None:
+    assert choose_chunk(100, measured(0.01, 0.001, 4), 4, 16) == 100
+
+
+def test_the_default_serves_until_something_was_measured_and_while_nobody_decodes() -> None:
+    assert choose_chunk(0, StepCost(), 4, 16) == DEFAULT_CHUNK
+    assert choose_chunk(0, measured(0.01, 0.001, 4), 0, 16) == DEFAULT_CHUNK
+
+
+def test_a_step_with_a_chunk_takes_at_most_the_target_times_one_without() -> None:
+    cost = measured(0.030, 0.0004, 8)
+    chunk = choose_chunk(0, cost, 8, 16)
+    assert chunk % 16 == 0 and chunk > 100
+    assert 0.030 + chunk * 0.0004 <= TARGET_RATIO * 0.030 + 1e-9
+
+
+def test_a_slow_machine_still_gets_on() -> None:
+    assert choose_chunk(0, measured(0.001, 0.01, 1), 1, 16) == MIN_CHUNK
+
+
+def test_more_rows_allow_larger_chunks_once_their_cost_is_known() -> None:
+    cost = measured(0.02, 0.0005, 1)
+    assert cost.decoding(40) == cost.decoding(1)
+    cost.observe(0.08 + 256 * cost.per_prefill_token_s, 256, 40)
+    assert abs(cost.decoding(40) - 0.08) < 0.01
+    assert choose_chunk(0, cost, 40, 16) > choose_chunk(0, cost, 1, 16)
+
+
+def test_a_single_slow_step_changes_little() -> None:
+    cost = measured(0.02, 0.0005, 4)
+    cost.observe(5.0, 0, 4)
+    assert cost.decoding(4) < 0.04
+    cost.observe(0.0, 0, 4)
+    assert cost.decoding(4) > 0
