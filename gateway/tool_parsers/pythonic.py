@@ -50,7 +50,10 @@ class PythonicParser(ReaderParser):
         calls = self.num_calls
         while True:
             yield from self._skip_space()
-            name = yield from self._name_until("(")
+            name = yield from self._name_until("(", "\n", ",", "]")
+            if name is not None and self._text[self._at - 1] != "(":
+                self._at -= 1
+                break
             name = name.strip() if name else ""
             if not _NAME.fullmatch(name) or not self.knows(name):
                 break
