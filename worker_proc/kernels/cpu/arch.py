@@ -134,7 +134,7 @@ def _check_children(module: torch.nn.Module, expected: set[str], where: str) -> 
 def _norm(module: torch.nn.Module, arch: Architecture) -> torch.Tensor:
     weight = module.weight
     _require(isinstance(weight, torch.Tensor), "a norm without weight")
-    return weight.detach().float() + arch.norm_offset  # type: ignore[operator, no-any-return]
+    return weight.detach().float() + arch.norm_offset  # type: ignore[operator]
 
 
 def _ropes(model: Any, config: Any, head_dim: int) -> dict[str, tuple[NDArray[np.float32], float]]:
@@ -170,7 +170,7 @@ def _layer(module: Any, index: int, config: Any, arch: Architecture, ropes: dict
     _check_children(attention, {"q_proj", "k_proj", "v_proj", "o_proj"} | qk, f"attention {index}")
     _check_children(mlp, {"gate_proj", "up_proj", "down_proj"}, f"mlp {index}")
     post = [_norm(getattr(module, name), arch) for name in arch.post_norms] if arch.post_norms else [None, None]
-    types = getattr(config, "layer_types", None)
+    types = getattr(config, "layer_types", None) or ()
     return Layer(
         q=attention.q_proj, k=attention.k_proj, v=attention.v_proj, o=attention.o_proj,
         gate=mlp.gate_proj, up=mlp.up_proj, down=mlp.down_proj,

@@ -98,7 +98,7 @@ def make_segment(kernels: KernelSet) -> Any:
     """``segment(...)``: one segment for an item's rows; leaves (state, o) in scratch."""
     qk_rows, weigh_rows, softmax_row = kernels.qk_rows, kernels.weigh_rows, kernels.softmax_row
 
-    @jit
+    @kernels.jit
     def score(rows: int, count: int, head_pad: int, q: int, blocks: Any, scores: int) -> None:
         ldq = head_pad * 2
         for b in range(0, count, 2):
@@ -109,7 +109,7 @@ def make_segment(kernels: KernelSet) -> Any:
                 out = scores + r * SCORE_ROW + b * 64
                 r += qk_rows(rows - r, q + r * ldq, ldq, k0, k1, head_pad // 32, STEP_BYTES, out, SCORE_ROW)
 
-    @jit
+    @kernels.jit
     def weigh(rows: int, count: int, head_pad: int, p: int, blocks: Any, o: int) -> None:
         addresses = blocks[1].ctypes.data
         for pair in range(head_pad // 32):
@@ -119,7 +119,7 @@ def make_segment(kernels: KernelSet) -> Any:
                 offset = pair * 2 * V_COLUMN_BYTES
                 r += weigh_rows(rows - r, p + r * P_ROW, P_ROW, addresses, count, offset, out, head_pad * 4)
 
-    @jit
+    @kernels.jit
     def segment(
         tokens: Any, count: int, seq: int, number: int, head: int, model: Any, layer: Any, step: Any, own: Any
     ) -> None:
@@ -152,7 +152,7 @@ def make_attention(kernels: KernelSet) -> tuple[Any, Any]:
     segment = make_segment(kernels)
     merge_row, finish_row = kernels.merge_row, kernels.finish_row
 
-    @jit
+    @kernels.jit
     def whole(tokens: Any, count: int, seq: int, head: int, model: Any, layer: Any, step: Any, own: Any) -> None:
         positions = carray(i32_pointer(step.positions), (step.num_tokens,))
         group = model.num_heads // model.num_kv_heads
@@ -170,13 +170,13 @@ def make_attention(kernels: KernelSet) -> tuple[Any, Any]:
                 out = step.att + tokens[t] * step.q_stride + (head * group + g) * model.head_pad * 2
                 finish_row(own.state_run + r * 8, own.o_run + r * model.head_pad * 4, vectors, out)
 
-    @jit
+    @kernels.jit
     def partial_address(slot: int, head: int, g: int, model: Any, step: Any) -> Any:
         group = model.num_heads // model.num_kv_heads
         row = (slot * model.num_kv_heads + head) * group + g
         return step.partials + row * (STATE_FLOATS + model.head_pad) * 4
 
-    @jit
+    @kernels.jit
     def split(
         first: int, count: int, seq: int, number: int, head: int, model: Any, layer: Any, step: Any, own: Any
     ) -> None:
@@ -201,7 +201,7 @@ def make_attention(kernels: KernelSet) -> tuple[Any, Any]:
                 saved[0], saved[1] = states[r, 0], states[r, 1]
                 copy_rows(own.o + r * model.head_pad * 4, out + STATE_FLOATS * 4, model.head_pad // 16)
 
-    @jit
+    @kernels.jit
     def attend(tid: int, nt: int, counters: int, model: Any, layer: Any, step: Any, own: Any) -> None:
         counts = carray(i32_pointer(step.counts), (2,))
         items = carray(i32_pointer(step.items), (step.num_tokens + step.partial_rows, ITEM_FIELDS))
@@ -225,7 +225,7 @@ def make_attention(kernels: KernelSet) -> tuple[Any, Any]:
                     step, own,
                 )  # fmt: skip
 
-    @jit
+    @kernels.jit
     def join_row(token: int, base: int, head: int, g: int, model: Any, layer: Any, step: Any, own: Any) -> None:
         position = carray(i32_pointer(step.positions), (step.num_tokens,))[token]
         group = model.num_heads // model.num_kv_heads
@@ -238,7 +238,7 @@ def make_attention(kernels: KernelSet) -> tuple[Any, Any]:
         out = step.att + token * step.q_stride + (head * group + g) * model.head_pad * 2
         finish_row(own.state_run, own.o_run, vectors, out)
 
-    @jit
+    @kernels.jit
     def join(tid: int, nt: int, counters: int, model: Any, layer: Any, step: Any, own: Any) -> None:
         tokens = carray(i32_pointer(step.split_tokens), (step.num_tokens,))
         base = carray(i32_pointer(step.split_base), (step.num_tokens,))

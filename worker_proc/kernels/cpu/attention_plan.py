@@ -35,13 +35,13 @@ from worker_proc.kernels.cpu.scalar import i32_pointer
 
 
 @jit
-def num_segments(context_len: int) -> int:
+def num_segments(context_len: int) -> Any:
     """Segments a context reaches into."""
     return (context_len + SEGMENT_TOKENS - 1) // SEGMENT_TOKENS
 
 
 @jit
-def tokens_per_item(model: Any) -> int:
+def tokens_per_item(model: Any) -> Any:
     """Query tokens whose heads of one group fit into an item's rows."""
     return max(1, ITEM_ROWS // (model.num_heads // model.num_kv_heads))
 
@@ -49,10 +49,11 @@ def tokens_per_item(model: Any) -> int:
 @jit
 def same_pages(pages: Any, a: int, b: int, first: int, count: int) -> bool:
     """Whether two sequences have the same pages at these places of their tables."""
+    different = 0
     for i in range(first, first + count):
         if pages[a, i] != pages[b, i]:
-            return False
-    return True
+            different += 1
+    return different == 0
 
 
 @jit

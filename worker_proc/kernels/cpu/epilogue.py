@@ -39,7 +39,7 @@ def _gate(e: VectorEmitter, mode: str, g: Any, u: Any) -> Any:
 def make_epilogue(isa: Isa, mode: str) -> Any:
     """``epilogue(scratch, rows, bias, out, ldo)``: addresses of the panel's first column; ldo in bytes."""
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def epilogue(tc: Any, scratch: Any, rows: Any, bias: Any, out: Any, ldo: Any) -> Any:
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
             scratch, rows, bias, out, ldo = args
@@ -76,7 +76,7 @@ def make_softmax_row(isa: Isa) -> Any:
     it adds exact zeros.
     """
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def softmax_row(tc: Any, scores: Any, num: Any, lo: Any, hi: Any, scale: Any, p: Any, state: Any) -> Any:
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
             scores, num, lo, hi, scale, p, state = args
@@ -135,7 +135,7 @@ def make_merge_row(isa: Isa) -> Any:
     row sees nothing leaves every bit as it was. (Online softmax: Milakov and Gimelshein 2018.)
     """
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def merge_row(tc: Any, state: Any, o: Any, seg_state: Any, seg_o: Any, num: Any) -> Any:
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
             state, o, seg_state, seg_o, num = args
@@ -162,7 +162,7 @@ def make_merge_row(isa: Isa) -> Any:
 def make_finish_row(isa: Isa) -> Any:
     """``finish_row(state, o, num_vectors, out)``: divide by the sum, round to bf16."""
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def finish_row(tc: Any, state: Any, o: Any, num: Any, out: Any) -> Any:
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
             state, o, num, out = args

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import njit, typeof
 from numpy.typing import NDArray
 
 from worker_proc.kernels.cpu import arch, compile_cache
@@ -24,6 +25,15 @@ Progress = Callable[[str], None]
 
 def _silent(text: str) -> None:
     return
+
+
+def compile_main(main: Any, shared: tuple[Any, ...], what: str, progress: Progress) -> None:
+    """Load the step function from disk or compile it, saying which and how long it took."""
+    started = time.monotonic()
+    progress(f"{what}: loading, or compiling on the first start on this machine (about 10 s)")
+    main.compile(tuple(typeof(value) for value in (0, 0, 0, 0, *shared, True)))
+    how = "loaded" if sum(main.stats.cache_hits.values()) else "compiled"
+    progress(f"{what}: {how} in {time.monotonic() - started:.1f} s")
 
 
 class CpuFastRunner:
@@ -49,8 +59,9 @@ class CpuFastRunner:
         self._profile: NDArray[np.int64] | None = None
         main = njit(nogil=True, error_model="numpy")(make_forward(isa))
         compile_cache.attach(main, "step", isa.name, progress)
-        progress(f"cpu-fast: loading or compiling the {isa.name} kernels")
-        self._team = ThreadTeam(main, num_threads, image.models, image.layers, self._workspace.steps, self._workspace.owns)
+        shared = (image.models, image.layers, self._workspace.steps, self._workspace.owns)
+        compile_main(main, shared, f"cpu-fast: {isa.name} kernels", progress)
+        self._team = ThreadTeam(main, num_threads, *shared)
 
     @classmethod
     def try_build(

@@ -28,7 +28,7 @@ from worker_proc.kernels.cpu.attention import make_attention
 from worker_proc.kernels.cpu.attention_plan import plan_attention
 from worker_proc.kernels.cpu.gemm import ADD, GELU, SILU, STORE, make_linear
 from worker_proc.kernels.cpu.isa import Isa
-from worker_proc.kernels.cpu.kernels import KernelSet, build, jit
+from worker_proc.kernels.cpu.kernels import KernelSet, build
 from worker_proc.kernels.cpu.layout import NUM_SPLIT_TOKENS
 from worker_proc.kernels.cpu.rowwise import make_norms, make_rope, make_row_phases
 from worker_proc.kernels.cpu.scalar import cycle_counter, i32_pointer, i64_pointer
@@ -45,23 +45,23 @@ def _make_tile_switch(kernels: KernelSet) -> Any:
     configure = kernels.configure_tiles
     if configure is None:
 
-        @jit
+        @kernels.jit
         def nothing(address: int) -> None:
             return
 
         return nothing
 
-    @jit
+    @kernels.jit
     def switch(address: int) -> None:
         configure(address)
 
     return switch
 
 
-def _make_clock(end_phase: Any) -> Any:
+def _make_clock(kernels: KernelSet, end_phase: Any) -> Any:
     """``end_timed``: the barrier; it books the phase's cycles when profiling."""
 
-    @jit
+    @kernels.jit
     def end_timed(sync: int, phase: int, nt: int, profile: int, tid: int, column: int, started: int) -> Any:
         """Profile: int64 [threads, phases, 2], cycles of work and of waiting. Returns (phase, now)."""
         if profile == 0:
@@ -79,10 +79,11 @@ def _make_clock(end_phase: Any) -> Any:
 
 def _make_attention_half(parts: _Parts) -> Any:
     """Attention and what surrounds it in a layer."""
+    kernels = parts.kernels
     linear, end_timed, switch, rope = parts.linear, parts.end_timed, parts.switch, parts.rope
     attend, join, residual, next_norm = parts.attend, parts.join, parts.residual, parts.next_norm
 
-    @jit
+    @kernels.jit
     def attention_half(
         tid: int, nt: int, sync: int, phase: int, now: int, model: Any, layer: Any, step: Any, own: Any
     ) -> Any:
@@ -120,9 +121,10 @@ def _make_attention_half(parts: _Parts) -> Any:
 
 def _make_mlp_half(parts: _Parts) -> Any:
     """The gated MLP and the norm before the next layer."""
+    kernels = parts.kernels
     linear, end_timed, residual, next_norm = parts.linear, parts.end_timed, parts.residual, parts.next_norm
 
-    @jit
+    @kernels.jit
     def mlp_half(
         tid: int, nt: int, sync: int, phase: int, now: int, norm: int, model: Any, layer: Any, step: Any, own: Any
     ) -> Any:
@@ -150,9 +152,10 @@ def _make_mlp_half(parts: _Parts) -> Any:
 
 def _make_head(parts: _Parts) -> Any:
     """Logits of the wanted rows."""
+    kernels = parts.kernels
     linear, end_timed, final_norm = parts.linear, parts.end_timed, parts.final_norm
 
-    @jit
+    @kernels.jit
     def head(tid: int, nt: int, sync: int, phase: int, now: int, model: Any, step: Any, own: Any) -> Any:
         counters = begin_phase(sync, phase, tid, nt)
         final_norm(tid, nt, counters, model, step)
@@ -167,10 +170,10 @@ def _make_head(parts: _Parts) -> Any:
     return head
 
 
-def _make_residual(linear: Any) -> Any:
+def _make_residual(kernels: KernelSet, linear: Any) -> Any:
     """A linear layer whose output joins the residual stream."""
 
-    @jit
+    @kernels.jit
     def residual(
         tid: int, nt: int, counters: int, x: int, ldx: int, block: int, w: int, bias: int, inner: int, post: int,
         model: Any, step: Any, sums: int,
@@ -189,6 +192,7 @@ def _make_residual(linear: Any) -> Any:
 class _Parts:
     """The phases' functions, each made (and so compiled) once."""
 
+    kernels: KernelSet
     linear: Any
     residual: Any
     rope: Any
@@ -205,17 +209,18 @@ def _make_parts(kernels: KernelSet, end_phase: Any) -> _Parts:
     linear = make_linear(kernels)
     norm_row, normed_row = make_norms(kernels)
     attend, join = make_attention(kernels)
-    embed, next_norm, final_norm = make_row_phases(norm_row, normed_row)
+    embed, next_norm, final_norm = make_row_phases(kernels, norm_row, normed_row)
     return _Parts(
+        kernels=kernels,
         linear=linear,
-        residual=_make_residual(linear),
-        rope=make_rope(normed_row),
+        residual=_make_residual(kernels, linear),
+        rope=make_rope(kernels, normed_row),
         attend=attend,
         join=join,
         embed=embed,
         next_norm=next_norm,
         final_norm=final_norm,
-        end_timed=_make_clock(end_phase),
+        end_timed=_make_clock(kernels, end_phase),
         switch=_make_tile_switch(kernels),
     )
 
@@ -267,4 +272,5 @@ def make_forward(isa: Isa) -> Any:
             if not stay:
                 return phase
 
+    team_main.__qualname__ += f".{isa.name}"
     return team_main

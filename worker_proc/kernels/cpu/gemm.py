@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from worker_proc.kernels.cpu.epilogue import MODES, SCRATCH_ROW_BYTES
-from worker_proc.kernels.cpu.kernels import KernelSet, jit
+from worker_proc.kernels.cpu.kernels import KernelSet
 from worker_proc.kernels.cpu.team import next_item
 from worker_proc.kernels.cpu.tiles import STEP_BYTES
 
@@ -35,7 +35,7 @@ def make_linear(kernels: KernelSet) -> Any:
     dot_rows, dot_rows_first = kernels.dot_rows, kernels.dot_rows_first
     store, add, silu, gelu = (kernels.epilogues[name] for name in MODES)
 
-    @jit
+    @kernels.jit
     def finish(mode: int, sums: int, rows: int, bias: int, out: int, ldo: int) -> None:
         if mode == STORE:
             store(sums, rows, bias, out, ldo)
@@ -46,7 +46,7 @@ def make_linear(kernels: KernelSet) -> Any:
         else:
             gelu(sums, rows, bias, out, ldo)
 
-    @jit
+    @kernels.jit
     def panel(
         mode: int, x: int, ldx: int, rows: int, w: int, bias: int, steps: int, out: int, ldo: int, sums: int
     ) -> None:
@@ -61,7 +61,7 @@ def make_linear(kernels: KernelSet) -> Any:
             finish(mode, sums, min(done, left), bias, out + row * ldo, ldo)
             row += done
 
-    @jit
+    @kernels.jit
     def linear(
         mode: int, tid: int, nt: int, counters: int, x: int, ldx: int, num_rows: int, block: int, w: int, bias: int,
         num_panels: int, steps: int, out: int, ldo: int, sums: int,

@@ -25,6 +25,20 @@ def _widened(kind: Any) -> Any:
     return types.int64 if isinstance(plain, types.Integer) else plain
 
 
+def jit_as(tag: str) -> Any:
+    """:func:`jit` for functions made in a factory: ``tag`` says which of its products this is.
+
+    Machine code loaded from disk is linked by name, and two products of a factory would have one
+    name. With the tag, functions with the same name and signature are the same code.
+    """
+
+    def decorate(function: Any) -> Any:
+        function.__qualname__ = f"{function.__qualname__}.{tag}"
+        return jit(function)
+
+    return decorate
+
+
 def jit(function: Any) -> Any:
     """Compile without the interpreter lock, one version for all integer types.
 
@@ -47,6 +61,8 @@ class KernelSet:
     """Numba functions of one :class:`Isa`; addresses are int64."""
 
     isa: Isa
+    jit: Kernel
+    """Decorator for functions built on these kernels."""
     dot_rows: Kernel
     """(n, x, ldx, w0, w1, steps, w_step, out, ldo) -> rows done."""
     dot_rows_first: Kernel
@@ -68,25 +84,25 @@ class KernelSet:
     futex: Kernel
 
 
-def _chain(makers: list[tuple[int, int, Any]], weigh: bool) -> Any:
-    """A function that tries (threshold, rows, kernel) in turn; the last one always runs."""
-    follow: Any = None
-    for threshold, rows_done, kernel in reversed(makers):
-        follow = (_weigh_level if weigh else _dot_level)(threshold, rows_done, kernel, follow)
-    return follow
+Level = tuple[int, int, Any]
+"""(fewest rows it is worth, rows done, tile kernel)."""
 
 
-def _dot_level(threshold: int, rows_done: int, kernel: Any, follow: Any) -> Any:
-    if follow is None:
+def _dot_chain(tag: str, levels: list[Level]) -> Any:
+    """``dot_rows``: the first level whose threshold n reaches; the last one always runs."""
+    threshold, rows_done, kernel = levels[0]
+    compiled = jit_as(f"{tag}_{rows_done}")
+    if len(levels) == 1:
 
-        @jit
+        @compiled
         def last(n: int, x: int, ldx: int, w0: int, w1: int, steps: int, w_step: int, out: int, ldo: int) -> int:
             kernel(x, ldx, w0, w1, steps, w_step, out, ldo)
             return rows_done
 
         return last
+    follow = _dot_chain(tag, levels[1:])
 
-    @jit
+    @compiled
     def level(n: int, x: int, ldx: int, w0: int, w1: int, steps: int, w_step: int, out: int, ldo: int) -> Any:
         if n < threshold:
             return follow(n, x, ldx, w0, w1, steps, w_step, out, ldo)
@@ -96,17 +112,21 @@ def _dot_level(threshold: int, rows_done: int, kernel: Any, follow: Any) -> Any:
     return level
 
 
-def _weigh_level(threshold: int, rows_done: int, kernel: Any, follow: Any) -> Any:
-    if follow is None:
+def _weigh_chain(tag: str, levels: list[Level]) -> Any:
+    """``weigh_rows``, likewise."""
+    threshold, rows_done, kernel = levels[0]
+    compiled = jit_as(f"{tag}_{rows_done}")
+    if len(levels) == 1:
 
-        @jit
+        @compiled
         def last(n: int, p: int, ldp: int, blocks: int, num: int, offset: int, out: int, ldo: int) -> int:
             kernel(p, ldp, blocks, num, offset, out, ldo)
             return rows_done
 
         return last
+    follow = _weigh_chain(tag, levels[1:])
 
-    @jit
+    @compiled
     def level(n: int, p: int, ldp: int, blocks: int, num: int, offset: int, out: int, ldo: int) -> Any:
         if n < threshold:
             return follow(n, p, ldp, blocks, num, offset, out, ldo)
@@ -118,20 +138,21 @@ def _weigh_level(threshold: int, rows_done: int, kernel: Any, follow: Any) -> An
 
 def _tile_functions(isa: Isa) -> tuple[Any, Any, Any, Any]:
     """(dot_rows, dot_rows_first, qk_rows, weigh_rows)."""
-    if isa.dot == "amx":
-        limits = [(17, 32), (1, 16)]
+    # A tile of 32 rows pays from 17 on: half of it costs as much as the tile of 16.
+    limits = [(17, 32), (1, 16)] if isa.dot == "amx" else [(rows, rows) for rows in isa.row_tiles]
 
-        def amx(prefetch: bool, attention: bool) -> Any:
-            return _chain([(t, r, tiles.make_amx_dot(isa, r, prefetch, attention)) for t, r in limits], False)
+    def dot(tag: str, prefetch: bool, attention: bool) -> Any:
+        def make(rows: int) -> Any:
+            if isa.dot == "amx":
+                return tiles.make_amx_dot(isa, rows, prefetch, attention)
+            return tiles.make_vector_dot(isa, rows, prefetch)
 
-        weigh = _chain([(t, r, tiles.make_amx_weigh(isa, r)) for t, r in limits], True)
-        return amx(False, False), amx(True, False), amx(False, True), weigh
-    plain, first = (
-        _chain([(r, r, tiles.make_vector_dot(isa, r, prefetch)) for r in isa.row_tiles], False)
-        for prefetch in (False, True)
-    )
-    weigh = _chain([(r, r, tiles.make_vector_weigh(isa, r)) for r in isa.row_tiles], True)
-    return plain, first, plain, weigh
+        return _dot_chain(f"{isa.name}_{tag}", [(least, rows, make(rows)) for least, rows in limits])
+
+    make_weigh = tiles.make_amx_weigh if isa.dot == "amx" else tiles.make_vector_weigh
+    weigh = _weigh_chain(f"{isa.name}_weigh", [(least, rows, make_weigh(isa, rows)) for least, rows in limits])
+    plain = dot("plain", False, False)
+    return plain, dot("first", True, False), dot("qk", False, True) if isa.dot == "amx" else plain, weigh
 
 
 def build(isa: Isa) -> KernelSet:
@@ -140,6 +161,7 @@ def build(isa: Isa) -> KernelSet:
     machine = platform.machine()
     return KernelSet(
         isa=isa,
+        jit=jit_as(isa.name),
         dot_rows=dot_rows,
         dot_rows_first=dot_rows_first,
         qk_rows=qk_rows,

@@ -21,7 +21,7 @@ from worker_proc.kernels.cpu.vector_ir import I64, V16F, VectorEmitter
 def make_sum_squares(isa: Isa) -> Any:
     """``sum_squares(x, n) -> float32``: x the address of n float32, n a multiple of 32."""
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def sum_squares(tc: Any, x: Any, n: Any) -> Any:
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
             x, n = args
@@ -48,7 +48,7 @@ def _scaled(e: VectorEmitter, x: Any, factor: Any, w: Any, index: Any) -> Any:
 def make_scale_to_bf16(isa: Isa) -> Any:
     """``scale_to_bf16(x, factor, w, n, out)``: out[i] = bf16(x[i] * factor * w[i])."""
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def scale_to_bf16(tc: Any, x: Any, factor: Any, w: Any, n: Any, out: Any) -> Any:
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
             x, factor, w, n, out = args
@@ -68,7 +68,7 @@ def make_scale_to_bf16(isa: Isa) -> Any:
 def make_scale_add(isa: Isa) -> Any:
     """``scale_add(x, factor, w, n, out, add)``: out[i] = add * out[i] + x[i] * factor * w[i]; add is 0 or 1."""
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def scale_add(tc: Any, x: Any, factor: Any, w: Any, n: Any, out: Any, add: Any) -> Any:
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
             x, factor, w, n, out, add = args

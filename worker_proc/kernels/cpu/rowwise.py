@@ -31,17 +31,17 @@ def make_norms(kernels: KernelSet) -> tuple[Any, Any]:
     """(norm_row, add_normed_row)."""
     sum_squares, scale_to_bf16, scale_add = kernels.sum_squares, kernels.scale_to_bf16, kernels.scale_add
 
-    @jit
+    @kernels.jit
     def rms_factor(x: int, width: int, pad: int, eps: Any) -> Any:
         mean = sum_squares(x, pad) / np.float32(width)
         return np.float32(1) / np.float32(math.sqrt(mean + eps))
 
-    @jit
+    @kernels.jit
     def norm_row(x: int, w: int, width: int, pad: int, eps: Any, out: int) -> None:
         """out (bf16) = x / rms(x) * w."""
         scale_to_bf16(x, rms_factor(x, width, pad, eps), w, pad, out)
 
-    @jit
+    @kernels.jit
     def normed_row(x: int, w: int, width: int, pad: int, eps: Any, out: int, add: int) -> None:
         """out (float32) = add * out + x / rms(x) * w; out may be x."""
         scale_add(x, rms_factor(x, width, pad, eps), w, pad, out, add)
@@ -98,16 +98,16 @@ def block_address(kv: int, page: int, offset: int, head: int, model: Any) -> Any
     return kv + page * model.page_bytes + (head * blocks + offset // BLOCK_TOKENS) * model.head_pad * 32
 
 
-def make_rope(normed_row: Any) -> Any:
+def make_rope(kernels: KernelSet, normed_row: Any) -> Any:
     """``rope(tid, nt, counters, model, layer, step)``: q to bf16, K and V to pages, for all tokens."""
 
-    @jit
+    @kernels.jit
     def prepare(x: int, norm: int, table: int, model: Any) -> None:
         if norm != 0:
             normed_row(x, norm, model.head_dim, model.head_pad, model.norm_eps, x, 0)
         rotate(x, table, model.head_dim // 2)
 
-    @jit
+    @kernels.jit
     def queries(qkv: int, q: int, norm: int, table: int, model: Any) -> None:
         for head in range(model.num_heads):
             x = qkv + head * model.head_pad * 4
@@ -117,7 +117,7 @@ def make_rope(normed_row: Any) -> Any:
             for i in range(model.head_pad):
                 out[i] = f32_to_bf16(v[i])
 
-    @jit
+    @kernels.jit
     def keys_values(qkv: int, position: int, page: int, clear: bool, table: int, model: Any, layer: Any) -> None:
         offset = position % model.page_size
         slot = offset % BLOCK_TOKENS
@@ -131,7 +131,7 @@ def make_rope(normed_row: Any) -> Any:
             if clear:
                 clear_values(v_block, slot + 1, model.head_pad)
 
-    @jit
+    @kernels.jit
     def one_token(token: int, model: Any, layer: Any, step: Any) -> None:
         position = carray(i32_pointer(step.positions), (step.num_tokens,))[token]
         seq = carray(i32_pointer(step.seq_of), (step.num_tokens,))[token]
@@ -145,7 +145,7 @@ def make_rope(normed_row: Any) -> Any:
         queries(qkv, step.q + token * step.q_stride, layer.q_norm, table, model)
         keys_values(qkv, position, pages[seq, position // model.page_size], clear, table, model, layer)
 
-    @jit
+    @kernels.jit
     def rope(tid: int, nt: int, counters: int, model: Any, layer: Any, step: Any) -> None:
         victim = 0
         items = (step.num_tokens + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM
@@ -159,17 +159,17 @@ def make_rope(normed_row: Any) -> Any:
     return rope
 
 
-def make_row_phases(norm_row: Any, normed_row: Any) -> tuple[Any, Any, Any]:
+def make_row_phases(kernels: KernelSet, norm_row: Any, normed_row: Any) -> tuple[Any, Any, Any]:
     """(embed, next_norm, final_norm): phases over rows."""
 
-    @jit
+    @kernels.jit
     def embed_and_norm(row: int, norm: int, model: Any, step: Any) -> None:
         token = carray(i32_pointer(step.ids), (step.num_tokens,))[row]
         x = step.x + row * step.x_stride
         embed_row(model.embedding, token, model.hidden, model.hidden_pad, model.embed_scale, x)
         norm_row(x, norm, model.hidden, model.hidden_pad, model.norm_eps, step.xn + row * step.xn_stride)
 
-    @jit
+    @kernels.jit
     def embed(tid: int, nt: int, counters: int, norm: int, model: Any, step: Any) -> None:
         victim = 0
         while True:
@@ -178,7 +178,7 @@ def make_row_phases(norm_row: Any, normed_row: Any) -> tuple[Any, Any, Any]:
                 break
             embed_and_norm(row, norm, model, step)
 
-    @jit
+    @kernels.jit
     def next_norm(tid: int, nt: int, counters: int, post: int, norm: int, model: Any, step: Any) -> None:
         """x += rms_norm(y) * post where there is such a norm; xn = rms_norm(x) * norm unless norm is 0."""
         victim = 0
@@ -193,7 +193,7 @@ def make_row_phases(norm_row: Any, normed_row: Any) -> tuple[Any, Any, Any]:
             if norm != 0:
                 norm_row(x, norm, model.hidden, model.hidden_pad, model.norm_eps, step.xn + row * step.xn_stride)
 
-    @jit
+    @kernels.jit
     def final_norm(tid: int, nt: int, counters: int, model: Any, step: Any) -> None:
         """xn[i] = rms_norm(x[logit_rows[i]]) * final_norm."""
         rows = carray(i32_pointer(step.logit_rows), (step.num_logits,))

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 from worker_proc.kernels.cpu.vector_ir import F32, I16, I32, I64, PTR, VOID
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def bf16_to_f32(tc: Any, bits: Any) -> Any:
     """Widen bf16 bits to float32 (exact)."""
 
@@ -25,7 +25,7 @@ def bf16_to_f32(tc: Any, bits: Any) -> Any:
     return types.float32(types.uint16), emit
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def f32_to_bf16(tc: Any, value: Any) -> Any:
     """Round float32 to the nearest even bf16 bits. NaN is not treated apart."""
 
@@ -39,7 +39,7 @@ def f32_to_bf16(tc: Any, value: Any) -> Any:
 
 
 def _pointer_intrinsic(element: Any) -> Any:
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def cast(tc: Any, address: Any) -> Any:
         pointer = types.CPointer(element)
 
@@ -61,7 +61,7 @@ def _pointer(b: Any, address: Any) -> Any:
     return b.inttoptr(address, I64.as_pointer())
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def atomic_add(tc: Any, address: Any, value: Any) -> Any:
     """Add to an int64 in memory, sequentially consistent; the old value."""
 
@@ -71,7 +71,7 @@ def atomic_add(tc: Any, address: Any, value: Any) -> Any:
     return types.int64(types.int64, types.int64), emit
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def atomic_load(tc: Any, address: Any) -> Any:
     """Read an int64 with acquire order."""
 
@@ -81,7 +81,7 @@ def atomic_load(tc: Any, address: Any) -> Any:
     return types.int64(types.int64), emit
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def atomic_store(tc: Any, address: Any, value: Any) -> Any:
     """Write an int64 with release order."""
 
@@ -92,7 +92,7 @@ def atomic_store(tc: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), emit
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def cycle_counter(tc: Any) -> Any:
     """The processor's cycle counter."""
 
@@ -107,7 +107,7 @@ def make_pause(machine: str) -> Any:
     """An intrinsic that tells the core it is spinning."""
     name = "llvm.x86.sse2.pause" if machine == "x86_64" else "llvm.aarch64.hint"
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def pause(tc: Any) -> Any:
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
             values = [] if machine == "x86_64" else [ir.Constant(I32, 1)]
@@ -124,7 +124,7 @@ def make_futex(machine: str) -> Any:
     """``futex(address, operation, value)``: Linux's wait and wake on an int32 in memory."""
     number = 202 if machine == "x86_64" else 98
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def futex(tc: Any, address: Any, operation: Any, value: Any) -> Any:
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
             kind = ir.FunctionType(I64, [I64], var_arg=True)

@@ -67,7 +67,7 @@ def make_waiting(kernels: KernelSet) -> tuple[Any, Any, Any]:
     """(end_phase, wait_step, start_step), compiled for this machine's pause and futex."""
     pause, futex = kernels.pause, kernels.futex
 
-    @jit
+    @kernels.jit
     def wait_beyond(word: int, sleepers: int, target: int, spin: int) -> None:
         """Return once the word is at least ``target``."""
         for _ in range(spin):
@@ -83,7 +83,7 @@ def make_waiting(kernels: KernelSet) -> tuple[Any, Any, Any]:
             futex(word, FUTEX_WAIT_PRIVATE, seen & 0xFFFFFFFF)
         atomic_add(sleepers, -1)
 
-    @jit
+    @kernels.jit
     def end_phase(sync: int, phase: int, nt: int) -> Any:
         """Barrier; the next phase's number."""
         if nt == 1:
@@ -96,13 +96,13 @@ def make_waiting(kernels: KernelSet) -> tuple[Any, Any, Any]:
             wait_beyond(sync + ARRIVALS, sync + SLEEPERS, target, atomic_load(sync + SPIN))
         return phase + 1
 
-    @jit
+    @kernels.jit
     def wait_step(sync: int, step: int) -> Any:
         """Sleep until step number ``step`` begins; false when the team is to end."""
         wait_beyond(sync + STEP, sync + STEP_SLEEPERS, step, atomic_load(sync + SPIN))
         return atomic_load(sync + STOP) == 0
 
-    @jit
+    @kernels.jit
     def start_step(sync: int) -> None:
         """Begin the next step: what the caller wrote before is visible to all threads."""
         atomic_add(sync + STEP, 1)

@@ -86,7 +86,7 @@ def _row_starts(e: VectorEmitter, x: Any, ldx: Any, rows: int) -> list[Any]:
 def make_vector_dot(isa: Isa, rows: int, prefetch: bool) -> Any:
     """``dot`` for a fixed number of rows, on vector registers."""
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def dot(tc: Any, x: Any, ldx: Any, w0: Any, w1: Any, steps: Any, w_step: Any, out: Any, ldo: Any) -> Any:
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
             x, ldx, w0, w1, steps, w_step, out, ldo = args
@@ -113,7 +113,7 @@ def make_vector_dot(isa: Isa, rows: int, prefetch: bool) -> Any:
 def make_vector_weigh(isa: Isa, rows: int) -> Any:
     """``weigh`` for a fixed number of rows, on vector registers."""
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def weigh(tc: Any, p: Any, ldp: Any, blocks: Any, num_blocks: Any, offset: Any, out: Any, ldo: Any) -> Any:
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
             p, ldp, blocks, num_blocks, offset, out, ldo = args
@@ -203,7 +203,7 @@ def make_amx_dot(isa: Isa, rows: int, prefetch: bool, attention: bool = False) -
     """``dot`` for 16 or 32 rows on tile registers. x must be readable for all those rows."""
     row_tiles = rows // 16
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def dot(tc: Any, x: Any, ldx: Any, w0: Any, w1: Any, steps: Any, w_step: Any, out: Any, ldo: Any) -> Any:
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
             x, ldx, w0, w1, steps, w_step, out, ldo = args
@@ -230,7 +230,7 @@ def make_amx_weigh(isa: Isa, rows: int) -> Any:
     """``weigh`` for 16 or 32 rows on tile registers, under ``tile_config(attention=True)``."""
     row_tiles = rows // 16
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def weigh(tc: Any, p: Any, ldp: Any, blocks: Any, num_blocks: Any, offset: Any, out: Any, ldo: Any) -> Any:
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
             p, ldp, blocks, num_blocks, offset, out, ldo = args
@@ -252,7 +252,7 @@ def make_amx_weigh(isa: Isa, rows: int) -> Any:
 def make_tile_configure() -> Any:
     """``configure(address)``: load a tile configuration; address 0 releases the tiles."""
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def configure(tc: Any, address: Any) -> Any:
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
             release = b.icmp_signed("==", args[0], ir.Constant(I64, 0))
