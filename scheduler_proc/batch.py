@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from common.messages import Finish, ForwardBatch
 from scheduler_proc.admission import Admission
 from scheduler_proc.admit import Admitter, Verdict
-from scheduler_proc.cost import DEFAULT_CHUNK, choose_chunk
+from scheduler_proc.cost import choose_chunk
 from scheduler_proc.draft import Draft
 from scheduler_proc.life import Life
 from scheduler_proc.policy import Policy
@@ -203,7 +203,8 @@ class Batcher:
             if pool.table.decoding[req.slot]:
                 self._decode(draft, np.array([req.slot], dtype=np.intp))
             else:
-                self.admitter.add_chunk(draft, req, DEFAULT_CHUNK)
+                configured = self.state.config.scheduler.chunked_prefill_size
+                self.admitter.add_chunk(draft, req, choose_chunk(configured, self.state.cost, 0, pool.page_size))
             return
 
     def _admit_alone(self, draft: Draft, req: Req, now: float) -> bool:

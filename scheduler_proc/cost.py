@@ -5,17 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 DEFAULT_CHUNK = 512
+FIRST_CHUNK = 64
+"""Beside decoding rows, while nothing is known of the machine: one step of this size tells."""
 MIN_CHUNK = 32
 MAX_CHUNK = 8192
+LONGEST_STEP_S = 0.4
+"""Even if nobody decodes: two such steps are in flight before who arrives is served, or who leaves has its pages
+back, and that is to take less than a second."""
 TARGET_RATIO = 3.0
 """A step with a prefill chunk may take this many times a step of decoding alone. Below the 4 that is
 promised for the p99 of ITL, because single steps vary."""
-_SMOOTHING = 0.1
+_UP, _DOWN = 0.1, 0.3
+"""Smoothing. What is too high comes down faster: the first steps of a process are slow from warming up."""
 
 
 @dataclass
 class StepCost:
-    """Moving averages of what the worker reports. The first steps, slow from warming up, fade within some tens."""
+    """Moving averages of what the worker reports."""
 
     decode_s: dict[int, float] = field(default_factory=dict)
     """Seconds of decoding alone, by the bit length of the number of rows (1, 2-3, 4-7, ...)."""
@@ -52,20 +58,22 @@ class StepCost:
 
 def _average(old: float, new: float) -> float:
     # One step that hung for a second must not count for many times what it usually takes.
-    return new if old == 0 else old + _SMOOTHING * (min(new, 8 * old) - old)
+    return new if old == 0 else old + (_UP if new > old else _DOWN) * (min(new, 8 * old) - old)
 
 
 def choose_chunk(configured: int, cost: StepCost, num_decode_rows: int, page_size: int) -> int:
     """Most prefill tokens of the next step.
 
-    ``configured`` > 0 is obeyed. Otherwise: while nobody decodes there is no ITL to protect, and the
-    default serves; beside decoding rows, as many as keep the step within ``TARGET_RATIO`` of a step
-    without them, in whole pages.
+    ``configured`` > 0 is obeyed. Otherwise as many, in whole pages, as keep the step within ``LONGEST_STEP_S``,
+    and, where there are decoding rows, within ``TARGET_RATIO`` of a step without prefill.
     """
     if configured > 0:
         return configured
-    decode_s = cost.decoding(num_decode_rows)
-    if num_decode_rows == 0 or decode_s == 0 or cost.per_prefill_token_s == 0:
-        return DEFAULT_CHUNK
-    fitting = int((TARGET_RATIO - 1) * decode_s / cost.per_prefill_token_s)
+    per_token_s, decode_s = cost.per_prefill_token_s, cost.decoding(num_decode_rows)
+    if per_token_s == 0:
+        return FIRST_CHUNK if num_decode_rows else DEFAULT_CHUNK
+    seconds = LONGEST_STEP_S - decode_s
+    if num_decode_rows and decode_s:
+        seconds = min(seconds, (TARGET_RATIO - 1) * decode_s)
+    fitting = int(max(seconds, 0.0) / per_token_s)
     return min(max(fitting // page_size * page_size, MIN_CHUNK), MAX_CHUNK)

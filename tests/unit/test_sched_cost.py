@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from scheduler_proc.cost import DEFAULT_CHUNK, MIN_CHUNK, TARGET_RATIO, StepCost, choose_chunk
+from scheduler_proc.cost import (
+    DEFAULT_CHUNK,
+    FIRST_CHUNK,
+    LONGEST_STEP_S,
+    MAX_CHUNK,
+    MIN_CHUNK,
+    TARGET_RATIO,
+    StepCost,
+    choose_chunk,
+)
 
 
 def measured(decode_s: float, per_token_s: float, rows: int) -> StepCost:
@@ -17,9 +26,15 @@ def test_a_configured_size_is_obeyed() -> None:
     assert choose_chunk(100, measured(0.01, 0.001, 4), 4, 16) == 100
 
 
-def test_the_default_serves_until_something_was_measured_and_while_nobody_decodes() -> None:
-    assert choose_chunk(0, StepCost(), 4, 16) == DEFAULT_CHUNK
-    assert choose_chunk(0, measured(0.01, 0.001, 4), 0, 16) == DEFAULT_CHUNK
+def test_until_something_was_measured_nobody_is_held_up_by_a_large_chunk() -> None:
+    assert choose_chunk(0, StepCost(), 0, 16) == DEFAULT_CHUNK
+    assert choose_chunk(0, StepCost(), 4, 16) == FIRST_CHUNK
+
+
+def test_while_nobody_decodes_a_step_is_as_long_as_a_newcomer_may_wait() -> None:
+    chunk = choose_chunk(0, measured(0.01, 0.001, 4), 0, 16)
+    assert 0.9 * LONGEST_STEP_S < chunk * 0.001 <= LONGEST_STEP_S
+    assert choose_chunk(0, measured(0.01, 0.00001, 4), 0, 16) == MAX_CHUNK
 
 
 def test_a_step_with_a_chunk_takes_at_most_the_target_times_one_without() -> None:
