@@ -73,6 +73,12 @@ class Server:
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
+    def pages(self) -> int:
+        """Pages of the KV pool, from the scheduler's log line."""
+        found = re.search(r"worker ready: (\d+) pages", self.log)
+        assert found is not None, self.log
+        return int(found.group(1))
+
     # ------------------------------------------------------------------ its processes
 
     def pids(self) -> dict[str, int]:
