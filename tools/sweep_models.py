@@ -35,16 +35,29 @@ SMALL: dict[str, Any] = {
 """Fields of configs that make a model tiny, whatever the architecture calls them."""
 
 
+DERIVED = frozenset(
+    {"head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts", "moe_intermediate_size"}
+)
+"""Set even where the default is None: some architectures cannot work them out."""
+AS_RELEASED: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+}
+"""Where a default config lacks the layers that every released model has."""
+
+
 def shrink(config: Any) -> None:
     """Set what a config has of :data:`SMALL`, and cut per-layer lists to three layers, in place."""
     names = getattr(config, "attribute_map", {})
     for name, value in SMALL.items():
-        if name in names and names[name] in SMALL:
+        if names.get(name) in SMALL:
             continue
-        current = getattr(config, name, None)
-        if current is None or isinstance(current, list):
+        try:
+            current = getattr(config, name, ...)
+            if current is not ... and not isinstance(current, list) and (current is not None or name in DERIVED):
+                setattr(config, name, value)
+        except Exception:  # kept per layer: transformers then raises errors of its own
             continue
-        setattr(config, name, value)
     if getattr(config, "kv_lora_rank", None):  # multi-head latent attention: as many key as query heads
         config.num_key_value_heads = SMALL["num_attention_heads"]
     for name, value in list(vars(config).items()):
@@ -74,6 +87,8 @@ def try_model(model_type: str) -> tuple[str, str, str]:
         config = AutoConfig.for_model(model_type)
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         name = model_class.__name__
+        for field, value in AS_RELEASED.get(model_type, {}).items():
+            setattr(config, field, value)
         check_supported(model_class, config.get_text_config(), 0)
         shrink(config.get_text_config())
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as hf_logging
 
 from common.config import ServerConfig
 from common.errors import ConfigError
+from worker_proc.generic.packed_linear import pack_linears
 from worker_proc.generic.refusals import check_supported
 from worker_proc.generic.runner import GenericRunner
 from worker_proc.generic.selfcheck import compare, reference_logits
@@ -63,28 +66,48 @@ def load_worker(
     page_size = state.page_size if state else config.cache.page_size
     wanted = config.worker.worker_path if state is None else _path_of(state.path)
     if wanted == "cpu-fast" or (wanted == "auto" and device.type == "cpu" and dtype == torch.bfloat16):
-        runner = try_cpu_fast(model, page_size, threads, progress)
-        if not isinstance(runner, str):
-            num_pages = allocate(runner, config, context_length, device, state)
-            result = compare(runner, reference, embeddings)
-            log.info("start-up check of %s: error %.4f, tolerance %.4f", runner.name, result.error, result.tolerance)
+        fast = try_cpu_fast(model, page_size, threads, progress)
+        if not isinstance(fast, str):
+            num_pages = allocate(fast, config, context_length, device, state)
+            result = compare(fast, reference, embeddings)
+            log.info("start-up check of %s: error %.4f, tolerance %.4f", fast.name, result.error, result.tolerance)
             if result.ok:
-                return LoadedWorker(runner, num_pages, context_length, device)
-            runner.close()
-            runner = f"its logits differ from transformers' by {result.error:.3f} (tolerance {result.tolerance:.3f})"
+                return LoadedWorker(fast, num_pages, context_length, device)
+            fast.close()
+            fast = f"its logits differ from transformers' by {result.error:.3f} (tolerance {result.tolerance:.3f})"
         if wanted == "cpu-fast":
-            raise ConfigError(f"--worker-path cpu-fast cannot run this model: {runner}; --worker-path generic can")
-        log.warning("the fast CPU path is not used: %s; falling back to the generic path", runner)
-    generic = GenericRunner(model, page_size, context_length)
-    num_pages = allocate(generic, config, context_length, device, state)
-    result = compare(generic, reference, embeddings)
-    log.info("start-up check of %s: error %.5f, tolerance %.4f", generic.name, result.error, result.tolerance)
-    if not result.ok:
-        raise ConfigError(
-            f"{type(model).__name__} is not supported: its logits over pages differ from transformers' own by "
-            f"{result.error:.3f} (tolerance {result.tolerance:.3f}), so it keeps a state that pages do not hold"
-        )
-    return LoadedWorker(generic, num_pages, context_length, device)
+            raise ConfigError(f"--worker-path cpu-fast cannot run this model: {fast}; --worker-path generic can")
+        log.warning("the fast CPU path is not used: %s; falling back to the generic path", fast)
+    num_packed = pack_linears(model)
+    runner, words = build_generic(model, reference, config, context_length, state)
+    if runner is None and num_packed:
+        log.warning("packed linear layers do not fit this model (%s); loading it again without", words)
+        model = load_model(config, hf_config, dtype, device)
+        runner, words = build_generic(model, reference, config, context_length, state)
+    if runner is None:
+        raise ConfigError(f"{type(model).__name__} is not supported: {words}")
+    return runner
+
+
+def build_generic(
+    model: Any,
+    reference: list[NDArray[np.float32]],
+    config: ServerConfig,
+    context_length: int,
+    state: WorkerState | None,
+) -> tuple[LoadedWorker | None, str]:
+    """The generic path for a model, allocated and checked; or None and why its logits are not the model's."""
+    runner = GenericRunner(model, state.page_size if state else config.cache.page_size, context_length)
+    num_pages = allocate(runner, config, context_length, runner.device, state)
+    result = compare(runner, reference, model.get_input_embeddings().num_embeddings)
+    log.info("start-up check of %s: error %.5f, tolerance %.4f", runner.name, result.error, result.tolerance)
+    if result.ok:
+        return LoadedWorker(runner, num_pages, context_length, runner.device), ""
+    runner.close()
+    return None, (
+        f"its logits over pages differ from transformers' own by {result.error:.3f} (tolerance "
+        f"{result.tolerance:.3f}), so it keeps a state that pages do not hold"
+    )
 
 
 def _path_of(name: str) -> str:

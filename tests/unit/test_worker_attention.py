@@ -11,6 +11,7 @@ from worker_proc.attention.paged import DecodeKernel, decode_gather, decode_padd
 from worker_proc.attention.plan import make_plan
 from worker_proc.attention.reference import attend_plain, attend_sequence, visible
 from worker_proc.attention.spec import AttentionArgs, LayerSpec
+from worker_proc.generic.packed_linear import pack_linears, packing_works
 from worker_proc.runner import PackedBatch
 
 PAGE = 16
@@ -92,3 +93,19 @@ def test_numba_decode_does_not_depend_on_the_batch() -> None:
         )
         got = decode_numba(query[one], keys, values, make_plan(alone, PAGE, torch.device("cpu")), spec, args)
         assert torch.equal(got[0], together[s])
+
+
+def test_packed_linears_keep_a_models_numbers_and_bytes() -> None:
+    if not packing_works():
+        pytest.skip("this build of torch or this CPU has no packed bfloat16 linear layers")
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 32, bias=False))
+    model = model.to(torch.bfloat16).requires_grad_(False)
+    model.dtype, model.device = torch.bfloat16, torch.device("cpu")
+    x = torch.randn(1, 5, 64).bfloat16()
+    want = model(x)
+    assert pack_linears(model) == 2
+    torch.testing.assert_close(model(x), want, atol=2e-2, rtol=2e-2)
+    assert model[0].weight.shape == (96, 64)
+    assert model[0].weight.untyped_storage().nbytes() == 2
+    assert model[0].packed_bytes() == 96 * 64 * 2

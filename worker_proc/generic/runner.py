@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface
 
 from worker_proc.attention.paged import DecodeKernel, PagedAttention, decode_gather, decode_padded
+from worker_proc.generic.packed_linear import PackedLinear
 from worker_proc.generic.probe import probe_layers, select_attention
 from worker_proc.generic.refusals import check_supported
 from worker_proc.runner import PackedBatch
@@ -58,7 +59,8 @@ class GenericRunner:
     def weight_bytes(self) -> int:
         """Bytes of parameters and buffers, shared ones once."""
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+        packed = sum(module.packed_bytes() for module in self._model.modules() if isinstance(module, PackedLinear))
+        return packed + sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
     def allocate(self, num_pages: int) -> None:
         """Create the KV pool; ``MemoryError`` says what it would have taken."""
