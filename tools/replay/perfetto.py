@@ -75,7 +75,9 @@ def _life(run: Run, life: Life) -> Iterator[Event]:
     """One request's track: the whole, and inside it what it waited for and which steps ran it."""
     yield _span(life.rid, "request", life.began, life.ended, summary=headline(life))
     if life.arrivals and life.tokenized >= 0:
-        yield _span("tokenize", "tokenizer", life.arrivals[0].time, life.tokenized, tokens=life.prompt_len)
+        # The tokenizer's record is written after the message went out; the scheduler may have been faster.
+        end = min(life.tokenized, life.queued) if life.queued >= 0 else life.tokenized
+        yield _span("tokenize", "tokenizer", life.arrivals[0].time, end, tokens=life.prompt_len)
     for start, end, why in life.waits:
         reasons = {words: f"{(b - a) * 1e3:.3f} ms" for a, b, words in waiting_times(run, life, start, end)}
         yield _span("wait" if why == "new" else f"wait ({why})", "queue", start, end, **reasons)

@@ -45,7 +45,7 @@ def phases(life: Life) -> dict[str, float]:
     if arrived >= 0 and life.tokenized >= 0:
         out["gateway to tokenized"] = life.tokenized - arrived
     if life.tokenized >= 0 and life.queued >= 0:
-        out["to the scheduler"] = life.queued - life.tokenized
+        out["to the scheduler"] = max(life.queued - life.tokenized, 0.0)
     for start, end, why in life.waits:
         name = "waiting, new" if why == "new" else f"waiting, {why}"
         out[name] = out.get(name, 0.0) + end - start

@@ -133,7 +133,8 @@ def load_of(step: StepDone) -> StepLoad:
 def fit_cost(folder: Path) -> tuple[CostModel, float, int]:
     """The cost model of a recorded run: (model, R squared, steps used). Raises ConfigError."""
     records = scheduler_records(folder)
-    steps = list(SlotReader(page_size_of(records)).steps(records))
+    # A batch that only ends requests computes nothing; its microseconds would outweigh every real step.
+    steps = [step for step in SlotReader(page_size_of(records)).steps(records) if any(r.num_tokens for r in step.rows)]
     seconds = [step.result.forward_s + step.result.sample_s for step in steps]
     model, quality = fit([load_of(step) for step in steps], seconds)
     return model, quality, len(steps)

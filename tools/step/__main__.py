@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import shutil
 import sys
 import tempfile
 import termios
@@ -173,7 +172,7 @@ def interact(session: Session, screen: Screen, args: argparse.Namespace) -> None
     with raw_terminal() as fd:
         going = True
         while going:
-            size = shutil.get_terminal_size((100, 40))
+            size = os.get_terminal_size(sys.stdout.fileno())
             lines = screen.lines(args.width or size.columns, args.height or size.lines)
             sys.stdout.write("\x1b[H\x1b[2J" + "\r\n".join(lines))
             sys.stdout.flush()
@@ -204,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    if not args.keys and not sys.stdin.isatty():
+    if not args.keys and not (sys.stdin.isatty() and sys.stdout.isatty()):
         parser.error("needs a terminal; without one say which keys to press: --keys 'ssss'")
     try:
         engine = make_engine(args)

@@ -123,6 +123,11 @@ class Engine:
         self.start(timeout_s)
 
     @property
+    def num_arriving(self) -> int:
+        """Messages of users that the next step takes in."""
+        return len(self._inputs)
+
+    @property
     def idle(self) -> bool:
         """Nothing waits or runs."""
         return self.scheduler.idle and not self._inputs

@@ -66,7 +66,8 @@ class Screen:
 
     def _waiting(self) -> Iterator[str]:
         queue = list(self.engine.scheduler.state.queue)
-        yield self._title("WAITING", str(len(queue)))
+        arriving = self.engine.num_arriving
+        yield self._title("WAITING", str(len(queue)) + (f", {arriving} arrive with the next step" if arriving else ""))
         for req in queue[:_MAX_WAITING]:
             again = f", had {len(req.ids) - req.prompt_len} outputs before" if len(req.ids) > req.prompt_len else ""
             why = why_waiting(self.engine.scheduler, req)
