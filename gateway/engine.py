@@ -43,7 +43,7 @@ from gateway.request import Delta, Exchange, OpenRequest
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.1
+TICK_S = 0.2
 DRAIN_LIMIT = 64
 ABORT_REPEAT_S = 1.0
 LEASE_S = 1.0

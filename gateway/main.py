@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 
 import uvloop
 
+from common.errors import ConfigError
 from common.messages import ErrorInfo
 from common.process import ProcessContext
 from gateway.app import make_app
@@ -16,6 +18,7 @@ from gateway.engine import TICK_S, Engine
 from gateway.metrics import Exposition, GatewayMetrics
 from gateway.output import ToolSupport
 from gateway.protocols.common import Deps
+from gateway.reasoning.registry import format_of
 from gateway.server import Server, listen, make_server
 from gateway.tool_parsers.registry import resolve_name
 
@@ -28,6 +31,9 @@ def main(context: ProcessContext) -> None:
     """Serve until SIGTERM, then drain. Raises ConfigError when the port cannot be bound."""
     listener = listen(context.config.http)
     gateway = Gateway(context)
+    # What is loaded now stays for good: the collector need not walk it again and again.
+    gc.collect()
+    gc.freeze()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(gateway.run(listener))
 
@@ -44,6 +50,11 @@ class Gateway:
         self.engine.trace = context.trace
         if context.config.model.tool_call_parser not in ("", "auto"):
             resolve_name(context.config.model.tool_call_parser)  # an unknown one ends the start
+        if name := context.config.model.reasoning_parser:
+            try:
+                format_of(name)
+            except ValueError as error:
+                raise ConfigError(f"--reasoning-parser: {error}") from None
         deps = Deps(self.engine, context.config, time.time(), ToolSupport())
         self.server: Server = make_server(Edge(make_app(deps, self._exposition), context.config.http, metrics),
                                           context.config.http)  # fmt: skip
@@ -57,7 +68,7 @@ class Gateway:
         try:
             await self._housekeeping(serving)
         finally:
-            self.server.should_exit = True
+            self.server.request_exit()
             await serving
             loop.remove_reader(self.engine.fileno())
             self.engine.drain()

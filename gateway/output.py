@@ -7,32 +7,17 @@ the tool parser.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from common.messages import TokenizerReady
+from gateway.reasoning.parser import ReasoningParser
 from gateway.tool_parsers.base import Event, ReasoningDelta, TextDelta, ToolParser
 from gateway.tool_parsers.grammar import ToolPlanner
 from gateway.tool_parsers.registry import detect
 
 
-class ReasoningSplitter(Protocol):
-    """Splits text into reasoning and the rest; takes any split of it."""
-
-    def feed(self, text: str) -> tuple[str, str]:
-        """(reasoning, rest) that the piece completes."""
-
-    def flush(self) -> tuple[str, str]:
-        """(reasoning, rest) that was held back; the text is over."""
-
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether what comes next still belongs to the reasoning."""
-
-
 class ChoiceOutput:
     """One choice's parsers. Without either the text is content as it is."""
 
-    def __init__(self, reasoning: ReasoningSplitter | None, tools: ToolParser | None) -> None:
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         self._reasoning = reasoning
         self._tools = tools
         self.reasoning_tokens = 0

@@ -157,6 +157,8 @@ class Exchange:
         self.received = received
         """time.monotonic() at which the request arrived."""
         self.records: list[OpenRequest] = []
+        self.ended = False
+        """Some generation has its ending (of whatever kind)."""
         self.gone = False
         """The client left, or was cut off."""
         self.sending_since = 0.0
@@ -175,6 +177,8 @@ class Exchange:
     def push(self, delta: Delta) -> None:
         """Add a delta; called by the engine client. Cuts off a client that is too far behind."""
         self._pending.append(delta)
+        if delta.finish is not None:
+            self.ended = True
         self._pending_bytes += _DELTA_OVERHEAD_BYTES + len(delta.text)
         if delta.logprobs:
             self._pending_bytes += _LOGPROB_BYTES * sum(1 + len(item.top) for item in delta.logprobs)
@@ -197,19 +201,19 @@ class Exchange:
 
     def wake(self) -> None:
         """Let the writing task look again."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():  # else its task was cancelled
+                waiter.set_result(None)
 
     async def wait(self) -> None:
         """Sleep until there is a delta, an acceptance, or the client is gone."""
-        if self._pending or self.gone:
-            return
-        await self.wait_change()
+        if not self._pending and not self.gone:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
 
     async def wait_change(self) -> None:
         """Sleep until ``wake``."""
         self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        await self._waiter

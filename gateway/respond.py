@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Protocol
 
 from fastapi import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from common.errors import RequestError
 from common.messages import ErrorInfo
@@ -27,6 +27,8 @@ from gateway.errors import error_json, error_response
 from gateway.request import Delta, Exchange
 
 ACCEPT_GRACE_S = 1.0
+SEND_SCOPE_KEY = "quintet.send"
+"""ASGI scope entry: the server's ``send`` itself, beneath every layer (see ``edge.py``)."""
 ABORT_SCOPE_KEY = "quintet.abort_connection"
 """ASGI scope entry: a callable that ends the connection at once (see ``server.py``)."""
 
@@ -76,7 +78,11 @@ class EngineReply(Response):
             elif exchange.gone:
                 return
             elif self._stream:
-                await self._write_stream(send)
+                await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                # The middle layers are interested in the start alone. A task of its own, and the
+                # server's own ``send``, keep a token's way short: a wake-up runs through every frame
+                # of the awaiting chain, and each layer's ``send`` is another one.
+                await asyncio.ensure_future(self._write_stream(scope.get(SEND_SCOPE_KEY, send)))
             else:
                 await self._write_whole(scope, receive, send)
         except RequestError as refused:
@@ -139,35 +145,33 @@ class EngineReply(Response):
 
     async def _write_stream(self, send: Send) -> None:
         exchange, formatter = self._exchange, self._formatter
-        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         deltas, self._ready = self._ready, []
-        pieces = [formatter.opening()]
+        body = formatter.opening()
         while not exchange.gone:
             deltas += exchange.take()
-            if error := first_error(deltas):
-                pieces.append(b"data: " + error_json(error) + b"\n\n")
-                await self._send(send, b"".join(pieces), more=False)
-                return
-            if deltas:
-                pieces.append(formatter.chunk(deltas))
-            done = exchange.finished
+            done = False
+            if exchange.ended:
+                if error := first_error(deltas):
+                    await self._send(send, body + b"data: " + error_json(error) + b"\n\n", time.monotonic(), more=False)
+                    return
+                done = exchange.finished
+            body += formatter.chunk(deltas)
             if done:
-                pieces.append(formatter.closing())
-            if body := b"".join(pieces):
-                await self._send(send, body, more=not done)
-            if deltas:
-                self._observe(deltas, time.monotonic())
+                body += formatter.closing()
+            now = time.monotonic()
+            if body:
+                await self._send(send, body, now, more=not done)
+            self._observe(deltas, now)
             if done:
                 self._observe_end()
                 return
-            pieces, deltas = [], []
+            body, deltas = b"", []
             await exchange.wait()
 
-    async def _send(self, send: Callable[[Message], Awaitable[None]], body: bytes, *, more: bool) -> None:
-        exchange = self._exchange
-        exchange.sending_since = time.monotonic()
+    async def _send(self, send: Send, body: bytes, now: float, *, more: bool) -> None:
+        self._exchange.sending_since = now
         await send({"type": "http.response.body", "body": body, "more_body": more})
-        exchange.sending_since = 0.0
+        self._exchange.sending_since = 0.0
 
     def _observe(self, deltas: list[Delta], now: float) -> None:
         metrics, exchange = self._engine.metrics, self._exchange

@@ -84,10 +84,28 @@ class BoundedProtocol(HttpToolsProtocol):
 class Server(uvicorn.Server):
     """uvicorn's server; the process's own signal handlers stay as they are."""
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._exit = asyncio.Event()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """Leave signals alone: the gateway drains first and then sets ``should_exit``."""
         yield
+
+    async def main_loop(self) -> None:
+        """Wait for the end; once a second the Date header is brought up to date."""
+        while not await self.on_tick(0):
+            try:
+                async with asyncio.timeout(1.0):
+                    await self._exit.wait()
+            except TimeoutError:
+                pass
+
+    def request_exit(self) -> None:
+        """Close the port and let ``serve`` return."""
+        self.should_exit = True
+        self._exit.set()
 
     @property
     def num_connections(self) -> int:

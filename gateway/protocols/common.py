@@ -18,7 +18,7 @@ from common.errors import RequestError
 from common.messages import Generate, Grammar, Prompt, SamplingParams, TextParams
 from gateway.edge import too_large
 from gateway.engine import Engine
-from gateway.fields import GenerationFields, choice_seed, draw_seed, explain
+from gateway.fields import UNSUPPORTED, GenerationFields, choice_seed, draw_seed, explain
 from gateway.output import ToolSupport
 from gateway.request import Delta, Exchange, OpenRequest
 
@@ -73,8 +73,12 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
     return data
 
 
-def parse(kind: type[B], data: Any) -> B:
+def parse(kind: type[B], data: dict[str, Any]) -> B:
     """Validate a body. Raises RequestError naming the field at fault."""
+    for name in UNSUPPORTED:
+        # Clients that know a field often send it as null, which asks for nothing.
+        if name in data and data[name] is None and name not in kind.model_fields:
+            del data[name]
     try:
         return kind.model_validate(data)
     except ValidationError as error:

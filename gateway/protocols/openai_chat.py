@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -17,6 +18,8 @@ from gateway.output import ChoiceOutput
 from gateway.protocols.chat_messages import MESSAGE_SCHEMA, normalise
 from gateway.protocols.common import Deps, Plan, check_model, check_stream_options, parse, read_json, refuse_unless
 from gateway.protocols.openai_chat_reply import ChatFormatter
+from gateway.reasoning.parser import ReasoningParser
+from gateway.reasoning.registry import ReasoningFormat, create, format_of
 from gateway.respond import EngineReply
 from gateway.tool_parsers.grammar import ToolPlan
 
@@ -56,7 +59,8 @@ async def chat_completions(request: Request, deps: Deps) -> Response:
             f"'continue_final_message' needs an assistant message at the end, not {messages[-1]['role']!r}",
             param="continue_final_message",
         )
-    plan_tools = _plan_tools(body, deps, model)
+    reasoning = _reasoning(body, model)
+    plan_tools = _plan_tools(body, deps, model, reasoning)
     sampling = sampling_params(
         body,
         model,
@@ -71,7 +75,7 @@ async def chat_completions(request: Request, deps: Deps) -> Response:
         template_kwargs=body.chat_template_kwargs or {},
     )
     text = text_params(body)
-    if plan_tools.needs_special_tokens:
+    if plan_tools.needs_special_tokens or (reasoning is not None and reasoning.form.needs_special_tokens):
         text = msgspec.structs.replace(text, skip_special_tokens=False)
     plan = Plan(
         call_id=new_generate_id("chatcmpl-"),
@@ -80,7 +84,7 @@ async def chat_completions(request: Request, deps: Deps) -> Response:
         seed=body.seed,
         sampling=sampling,
         text=text,
-        grammar=_grammar(body, plan_tools),
+        grammar=_grammar(body, plan_tools, reasoning),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         timeout_s=body.timeout,
@@ -91,7 +95,7 @@ async def chat_completions(request: Request, deps: Deps) -> Response:
         plan.call_id,
         model_name,
         exchange,
-        [_output(plan_tools) for _ in exchange.records],
+        [_output(plan_tools, reasoning) for _ in exchange.records],
         logprobs=bool(body.logprobs),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
@@ -124,16 +128,48 @@ def _max_tokens(body: ChatBody) -> int | None:
     return old if new is None else new
 
 
-def _plan_tools(body: ChatBody, deps: Deps, model: TokenizerReady) -> ToolPlan:
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """How this request's output tells reasoning from content."""
+
+    name: str
+    form: ReasoningFormat
+    opens: bool
+    template_kwargs: dict[str, Any]
+
+    def parser(self) -> ReasoningParser:
+        """A fresh parser for one choice."""
+        return create(self.name, reasoning_opens=self.opens, template_kwargs=self.template_kwargs)
+
+    @property
+    def end(self) -> str:
+        """The mark after which the answer comes; empty when the output does not begin with reasoning."""
+        return self.form.closing if self.parser().in_reasoning else ""
+
+
+def _reasoning(body: ChatBody, model: TokenizerReady) -> Reasoning | None:
+    """None without ``--reasoning-parser``, and where the client's own text is continued."""
+    name = model.reasoning_parser
+    if not name or body.continue_final_message:
+        return None
+    opens = model.reasoning_opens and body.add_generation_prompt is not False
+    return Reasoning(name, format_of(name), opens, body.chat_template_kwargs or {})
+
+
+def _plan_tools(body: ChatBody, deps: Deps, model: TokenizerReady, reasoning: Reasoning | None) -> ToolPlan:
     if not body.tools and body.tool_choice in (None, "none", "auto"):
         return ToolPlan()
     parallel = body.parallel_tool_calls is not False
-    return deps.tools.planner(model).plan(body.tools, body.tool_choice, parallel)
+    return deps.tools.planner(model).plan(
+        body.tools, body.tool_choice, parallel, reasoning_end="" if reasoning is None else reasoning.end
+    )
 
 
-def _grammar(body: ChatBody, tools: ToolPlan) -> Grammar | None:
-    """The request's one constraint: its own, or what the tools ask for."""
+def _grammar(body: ChatBody, tools: ToolPlan, reasoning: Reasoning | None) -> Grammar | None:
+    """The request's one constraint: its own (from the end of the reasoning on), or what the tools ask for."""
     own = grammar.translate(body)
+    if own is not None and reasoning is not None and (end := reasoning.end):
+        own = msgspec.structs.replace(own, lazy_trigger=end)
     if own is not None and tools.grammar is not None and not tools.grammar.lazy_trigger:
         raise RequestError(
             "'tool_choice' makes the model call a tool, so nothing else can constrain the output", param="tool_choice"
@@ -141,7 +177,9 @@ def _grammar(body: ChatBody, tools: ToolPlan) -> Grammar | None:
     return tools.grammar if own is None else own
 
 
-def _output(tools: ToolPlan) -> ChoiceOutput | None:
+def _output(tools: ToolPlan, reasoning: Reasoning | None) -> ChoiceOutput | None:
     """The parsers of one choice; None when its text is content as it is."""
     parser = tools.new_parser()
-    return None if parser is None else ChoiceOutput(None, parser)
+    if parser is None and reasoning is None:
+        return None
+    return ChoiceOutput(None if reasoning is None else reasoning.parser(), parser)

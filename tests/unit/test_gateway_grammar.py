@@ -170,3 +170,45 @@ def test_log_probabilities_survive_the_tool_parser(live: Live) -> None:
         for item in choice["logprobs"]["content"]
     ]
     assert "".join(tokens) == CALL
+
+
+THOUGHT = "<think>\nParis? Yes.\n</think>\n\nIt is Paris."
+
+
+@pytest.fixture(scope="module")
+def thinker() -> Iterator[Live]:
+    with live_gateway(engine_options={"reasoning_parser": "qwen3", "tool_parser": "hermes"}) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_reasoning_is_told_from_the_answer(thinker: Live, size: int) -> None:
+    pieces = tuple(THOUGHT[i : i + size] for i in range(0, len(THOUGHT), size))
+    with thinker.script(lambda _: Script(pieces=pieces)):
+        body = thinker.chat().json()
+        chunks = events(thinker.chat(stream=True).text)
+    message = body["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Paris? Yes.", "It is Paris.")
+    assert (joined(chunks, key="reasoning_content"), joined(chunks)) == ("Paris? Yes.", "It is Paris.")
+    if size == 1:
+        counted = body["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        assert 0 < counted < body["usage"]["completion_tokens"]
+
+
+def test_reasoning_then_a_tool_call(thinker: Live) -> None:
+    with thinker.script(lambda _: Script(pieces=tuple(f"<think>hm</think>\n{CALL}"))):
+        choice = thinker.chat(tools=TOOLS).json()["choices"][0]
+    assert choice["message"]["reasoning_content"] == "hm"
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_a_constraint_waits_for_the_end_of_the_reasoning() -> None:
+    with live_gateway(engine_options={"reasoning_parser": "deepseek-r1"}) as pair:
+        grammar = pair.sent(response_format={"type": "json_object"}).grammar
+        assert grammar is not None and grammar.lazy_trigger == "</think>"
+
+
+def test_completions_are_raw_text(thinker: Live) -> None:
+    with thinker.script(lambda _: Script(pieces=(THOUGHT,))):
+        assert thinker.complete().json()["choices"][0]["text"] == THOUGHT
