@@ -53,7 +53,7 @@ class Admission:
     def preempted(self, pool: Pool) -> None:
         """Pages ran out. The fraction already generated is what the ratio should have been at least."""
         table = pool.table
-        slots = np.flatnonzero(table.decoding)
+        slots = table.decoding.nonzero()[0]
         if not slots.size:
             return
         done = int((table.known[slots] - table.prompt[slots]).sum())
@@ -63,7 +63,7 @@ class Admission:
     def reserved_tokens(self, pool: Pool) -> float:
         """Tokens expected of the requests that run, beyond the pages they have."""
         table = pool.table
-        slots = np.flatnonzero(table.running)
+        slots = table.running.nonzero()[0]
         return self.ratio * float(np.minimum(table.limit[slots] - table.known[slots], CLIP_TOKENS).sum())
 
     def reserve_for(self, req: Req) -> float:

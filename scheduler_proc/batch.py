@@ -59,7 +59,7 @@ class Batcher:
             self._quarantine(draft, now)
         else:
             self._make_way()
-            self._decode(draft, np.flatnonzero(pool.table.decoding))
+            self._decode(draft, pool.table.decoding.nonzero()[0])
             self._prefill(draft, now)
         batch = draft.seal(state.epoch, state.step + 1)
         if batch is not None:
@@ -86,7 +86,7 @@ class Batcher:
             num_needy = int(np.count_nonzero(needy))
         draft.decode_slots = slots.astype(np.int32)
         draft.decode_num_pages = np.zeros(slots.size, dtype=np.int32)
-        wishing = np.flatnonzero(expected + table.headroom[slots] > table.capacity[slots])
+        wishing = (expected + table.headroom[slots] > table.capacity[slots]).nonzero()[0]
         if wishing.size:
             self._add_pages(draft, wishing, expected, needy, num_needy)
 
@@ -153,7 +153,7 @@ class Batcher:
         pool, table = draft.pool, draft.pool.table
         configured = self.state.config.scheduler.chunked_prefill_size
         budget = choose_chunk(configured, self.state.cost, len(draft.decode_slots), pool.page_size)
-        partial = [table.reqs[slot] for slot in np.flatnonzero(table.running & ~table.decoding)]
+        partial = [table.reqs[slot] for slot in (table.running & ~table.decoding).nonzero()[0]]
         for req in sorted((req for req in partial if req is not None), key=lambda req: req.seq):
             budget -= self.admitter.add_chunk(draft, req, budget)
         if not table.running.any():

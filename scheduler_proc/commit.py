@@ -63,7 +63,7 @@ class Commit:
         for chunk in message.prompt_logprobs:
             self._prompt_logprobs(pool, slots, chunk)
         plain = (num_ids == 1) & pool.table.plain[slots] & (flags == 0)
-        self._slow_rows(pool, flight, np.flatnonzero(~plain), num_ids, ids, starts, flags, message)
+        self._slow_rows(pool, flight, (~plain).nonzero()[0], num_ids, ids, starts, flags, message)
         self._plain_rows(pool, slots[plain], ids[starts[plain]])
         self._after_chunks(pool, flight)
         self._acquit(pool, slots)
@@ -108,7 +108,7 @@ class Commit:
         self.state.metrics.generation_tokens_total += int(slots.size)
         stopped = (table.stop[slots] == tokens[:, None]).any(axis=1)
         ended = stopped | (table.known[slots] >= table.limit[slots])
-        for i in np.flatnonzero(ended).tolist():
+        for i in ended.nonzero()[0].tolist():
             req = table.reqs[int(slots[i])]
             assert req is not None  # a slot with a row in flight is taken
             self.life.finish(req, Finish("stop", int(tokens[i])) if stopped[i] else Finish("length"))
@@ -151,12 +151,14 @@ class Commit:
             if req.logprobs is not None:
                 req.logprobs.append(values[i])
                 req.top_logprobs += top[i : i + 1]
-            num_outputs = int(table.known[slot]) - req.prompt_len
-            if token in req.stop_ids and num_outputs > req.spec.sampling.min_tokens:
+            if token in req.stop_ids:  # before min_tokens the worker does not sample one
                 self.life.finish(req, Finish("stop", token))
                 return
         if flags & RowFlag.GRAMMAR_END:
             self.life.finish(req, Finish("stop"))
+        elif flags & RowFlag.SKIPPED:
+            # The row that told of the end came before this one; without it nothing would ever come again.
+            self.life.fail(req, 500, "the worker ended this request and did not say why", code="row_skipped")
         elif table.known[slot] >= table.limit[slot] and (tokens or table.computed[slot] >= table.known[slot]):
             self.life.finish(req, Finish("length"))
 
@@ -190,7 +192,7 @@ class Commit:
     def _after_chunks(self, pool: Pool, flight: InFlight) -> None:
         """Prompts, as far as they are computed, enter the tree; who waits for a prefix is told how far it is."""
         table, size = pool.table, pool.page_size
-        for row in np.flatnonzero(flight.chunks).tolist():
+        for row in flight.chunks.nonzero()[0].tolist():
             req = table.reqs[int(flight.slots[row])]
             if req is None or req.status is not Status.RUNNING:
                 continue

@@ -111,7 +111,7 @@ class Ingest:
         outputs = req.ids[req.prompt_len :]
         if len(outputs):
             last = int(outputs[-1])
-            if last in req.stop_ids and len(outputs) > req.spec.sampling.min_tokens:
+            if last in req.stop_ids:
                 return Finish("stop", last)
         if len(req.ids) >= req.max_len and req.prompt_logprobs_left == 0:
             return Finish("length")

@@ -87,8 +87,9 @@ class Mail:
             self._to_all(self.workers, order)
         for address in out.addresses:
             self._to_all([*self.tokenizers, self.detokenizer], address)
-            if address.gone and address.gateway in self.gateways:
-                self.gateways.pop(address.gateway).sender.close(0)
+        last_word = {address.gateway: address.gone for address in out.addresses}
+        for gateway in [name for name, gone in last_word.items() if gone and name in self.gateways]:
+            self.gateways.pop(gateway).sender.close(0)
         if out.tokens is not None:
             self.detokenizer.put(self._encoder.encode(out.tokens))
         for gateway, reply in out.replies:

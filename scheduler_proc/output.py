@@ -6,8 +6,6 @@ and the next batch carries more. A higher attempt moves the cursor back to the f
 
 from __future__ import annotations
 
-import numpy as np
-
 from common.messages import BeginOutput, TokenBatch, TokenRow, pack_f32
 from scheduler_proc.life import Life
 from scheduler_proc.request import Req, Status
@@ -88,7 +86,7 @@ class Output:
         if pool is None:
             return []
         table = pool.table
-        slots = np.flatnonzero(table.streaming & (table.known > table.sent))
+        slots = (table.streaming & (table.known > table.sent)).nonzero()[0]
         if not slots.size:
             return []
         sent, known = table.sent[slots], table.known[slots]

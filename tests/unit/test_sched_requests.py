@@ -257,3 +257,13 @@ def test_tokens_are_handed_over_one_batch_a_step() -> None:
     assert rig.out.tokens is not None
     assert {row.rid: unpack_i32(row.ids).size for row in rig.out.tokens.rows} == {"a": 1, "b": 1}
     assert rig.out.tokens.step == rig.scheduler.state.step
+
+
+def test_a_request_the_worker_has_ended_unnoticed_does_not_hang() -> None:
+    rig = Rig()
+    rig.step(request("a", P6, 50))
+    for _ in range(4):
+        rig.turn()
+    rig.worker.slots[0].ended = True
+    rig.finish()
+    assert rig.status("a") == 500
