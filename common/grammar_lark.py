@@ -18,7 +18,7 @@ from common.schema_rewrites import Json
 
 ANY_TEXT = "/(?s:.*)/"
 
-_SLASHES = re.compile(r"\\\\.|[/\n\r]", re.DOTALL)
+_SLASHES = re.compile(r"\\.|[/\n\r]", re.DOTALL)
 _ESCAPED = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}
 # Comments, strings, regexes and special tokens are skipped, so that only names are renamed.
 _LARK_PIECE = re.compile(

@@ -16,7 +16,8 @@ Result = tuple[str, list[tuple[str, str, str]], str]
 
 _FRAGMENTS = [case.text for case in CASES] + [
     "<tool_call>", "</tool_call>", "<function=now>", "<parameter=city>", "</parameter>", "</function>",
-    "<arg_key>k</arg_key>", "<arg_value>", '{"name": "now", ', '"arguments": ', '"parameters": {', "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>",
+    "<arg_key>k</arg_key>", "<arg_value>",
+    '{"name": "now", ', '"arguments": ', '"parameters": {', "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>",
     "[now(",
     "a=1", ")]", "<|channel|>", "<|message|>", "<|end|>", "{}", "}", "\n", " ", '"', "\\", "é🙂", "<", "[", "text ",
     "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<|tool_call_begin|>functions.now:0", "<|tool_call_argument_begin|>",

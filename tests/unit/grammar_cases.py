@@ -210,7 +210,7 @@ CASES: dict[str, list[Any]] = {
     "else": [{**SMALL, "else": {"maximum": 1}}],
     "$ref": [
         {"$ref": "#/$defs/w", "$defs": {"w": WORD}},
-        _obj({"a": {"$ref": "#/$defs/w"}, "b": {"$ref": "#/$defs/w"}}, **{"$defs": {"w": WORD}}),
+        {**_obj({"a": {"$ref": "#/$defs/w"}, "b": {"$ref": "#/$defs/w"}}), "$defs": {"w": WORD}},
         {"$ref": "#/$defs/x/properties/y", "$defs": {"x": {"properties": {"y": SMALL}}}}, {"$ref": "#/$defs/none"},
         {"$ref": "https://example.com/schema.json"}, {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
         {"$ref": "#"},

@@ -12,8 +12,14 @@ from common.messages import Grammar
 from worker_proc.grammar import LLGuidanceBackend, LLGuidanceSession
 from worker_proc.grammar_protocol import bitmask_words
 
-EOS = "<|end|>"
-MARKS = (EOS, "<|im_start|>", "[TOOL_CALLS]", "<|python_tag|>", "<|mark|>")
+EOS = "<|eos|>"
+MARKS = (
+    EOS, "<|im_start|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|mark|>", "<|channel|>", "<|message|>",
+    "<|start|>", "<|end|>", "<|constrain|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_calls_section_end|>",
+)
+"""Special tokens; some of the families' marks are among them and some are plain text, as in real models."""
 _TEXT = [
     '{"name": "get_weather", "arguments": {"city": "Paris", "days": 3, "ok": true, "list": [1, 2, 3]}}',
     "the quick brown fox jumps over the lazy dog. <tool_call> </tool_call> <function= <parameter= null false",
@@ -99,7 +105,8 @@ class Walk:
 def walk(setup: Setup, session: LLGuidanceSession, seed: int, limit: int = 500, patience: int = 40) -> Walk:
     """Draw uniformly among what is allowed; after ``patience`` tokens prefer those that close something."""
     rng = np.random.default_rng(seed)
-    closing = {token for token in range(setup.vocab_size) if setup.decode([token])[:1] in tuple('"}]')}
+    pieces = enumerate(setup.decode([token]) for token in range(setup.vocab_size))
+    closing = {token for token, piece in pieces if piece == "<|end|>" or piece[:1] in tuple('"}]')}
     ids: list[int] = []
     passes = 0
     while len(ids) < limit and not session.is_complete():
