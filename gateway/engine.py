@@ -64,7 +64,7 @@ class Engine:
         self.metrics = metrics
         self.open: dict[str, OpenRequest] = {}
         self.exchanges: set[Exchange] = set()
-        self.fleet = Fleet(config.http.tokenizers)
+        self.fleet = Fleet()
         self.model: TokenizerReady | None = None
         """What a tokenizer said of the model; None until one is ready."""
         self.draining = False
@@ -237,6 +237,7 @@ class Engine:
             return
         if row.attempt != record.attempt:
             return
+        record.heard = True
         if record.has_gap(row):
             self._heal(record)
             return
@@ -285,10 +286,15 @@ class Engine:
             self.trace.write(Finished(time.time(), record.rid, finish.reason, record.num_ids))
 
     def _take_status(self, status: EngineStatus) -> None:
-        stale = self.fleet.take_status(status, time.monotonic())
-        if not stale:
+        lost = self.fleet.take_status(status, time.monotonic())
+        if not lost.everything and not lost.tokenizers:
             return
-        records = [record for record in self.open.values() if record.tokenizer in stale and not record.aborting]
+        records = [
+            record
+            for record in self.open.values()
+            if not record.aborting
+            and (lost.everything or (record.tokenizer in lost.tokenizers and not record.heard))
+        ]
         if records:
             log.warning("a part of the engine was restarted; submitting %d open requests again", len(records))
         for record in records:
@@ -296,6 +302,7 @@ class Engine:
 
     def _resubmit(self, record: OpenRequest) -> None:
         record.attempt += 1
+        record.heard = False
         self.metrics.num_resubmitted += 1
         if self.trace is not None:
             self.trace.write(describe_arrival(record.message(), time.time()))

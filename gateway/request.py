@@ -53,6 +53,7 @@ class OpenRequest:
         "exchange",
         "finish",
         "generate",
+        "heard",
         "ids",
         "internal",
         "last_write",
@@ -61,7 +62,7 @@ class OpenRequest:
         "text_len",
         "tokenizer",
         "unsent",
-    )  # fmt: skip
+    )
 
     def __init__(
         self,
@@ -95,6 +96,8 @@ class OpenRequest:
         """The channel was full; the next tick sends the current attempt."""
         self.last_write = 0.0
         self.num_gaps = 0
+        self.heard = False
+        """Something of the current attempt has come back: the tokenizer has handed it on."""
 
     @property
     def rid(self) -> str:

@@ -26,7 +26,7 @@ def received(live: Live, count: int) -> None:
     eventually(lambda: [record.num_ids for record in live.open.values()] == [count], f"{count} ids")
 
 
-@pytest.mark.parametrize("role", ["tokenizer-0", "scheduler-0", "detokenizer-0"])
+@pytest.mark.parametrize("role", ["scheduler-0", "detokenizer-0"])
 @pytest.mark.parametrize("before", [0, 1, 5])
 def test_restart_resubmits_and_the_stream_is_whole(live: Live, role: str, before: int) -> None:
     stream = Stream(live)
@@ -49,6 +49,25 @@ def test_restart_resubmits_and_the_stream_is_whole(live: Live, role: str, before
         "total_tokens": 17,
         "prompt_tokens_details": {"cached_tokens": 4},
     }
+
+
+def test_tokenizer_restart_resubmits_what_it_had_not_handed_on(live: Live) -> None:
+    stream = Stream(live)
+    live.engine.restart("tokenizer-0")
+    eventually(lambda: live.engine.generates[-1].attempt == 1, "the resubmission")
+    live.engine.step(8)
+    assert joined(stream.chunks()) == "".join(PIECES)
+
+
+def test_tokenizer_restart_leaves_running_streams_alone(live: Live) -> None:
+    stream = Stream(live)
+    live.engine.step(2)
+    received(live, 2)
+    seen = len(live.engine.generates)
+    live.engine.restart("tokenizer-0", forget=False)
+    live.engine.step(6)
+    assert joined(stream.chunks()) == "".join(PIECES)
+    assert len(live.engine.generates) == seen
 
 
 def test_two_restarts_count_attempts_up(live: Live) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.messages import EngineStatus, Finish, Generate, SamplingParams, TextParams, TextPrompt, TextRow, pack_i32
 from gateway.fields import choice_seed
-from gateway.fleet import STALE_S, Fleet
+from gateway.fleet import STALE_S, Fleet, Lost
 from gateway.request import Delta, Exchange, OpenRequest
 
 
@@ -116,28 +116,28 @@ def status(**generations: int) -> EngineStatus:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"scheduler_0": 1}, {0, 1}),
-        ({"detokenizer_0": 1}, {0, 1}),
-        ({"tokenizer_1": 1}, {1}),
-        ({"worker_0": 1}, set()),
-        ({"gateway_0": 1}, set()),
-        ({}, set()),
+        ({"scheduler_0": 1}, Lost(everything=True)),
+        ({"detokenizer_0": 1}, Lost(everything=True)),
+        ({"tokenizer_1": 1}, Lost(tokenizers=frozenset({1}))),
+        ({"worker_0": 1}, Lost()),
+        ({"gateway_0": 1}, Lost()),
+        ({}, Lost()),
     ],
 )
-def test_which_restart_makes_whose_requests_be_sent_again(change: dict[str, int], expected: set[int]) -> None:
+def test_which_restart_makes_whose_requests_be_sent_again(change: dict[str, int], expected: Lost) -> None:
     start = {"scheduler_0": 0, "detokenizer_0": 0, "tokenizer_0": 0, "tokenizer_1": 0, "worker_0": 0, "gateway_0": 0}
-    fleet = Fleet(2)
-    assert fleet.take_status(status(**start), 0.0) == set()
+    fleet = Fleet()
+    assert fleet.take_status(status(**start), 0.0) == Lost()
     assert fleet.take_status(status(**{**start, **change}), 0.1) == expected
-    assert fleet.take_status(status(**{**start, **change}), 0.2) == set()
+    assert fleet.take_status(status(**{**start, **change}), 0.2) == Lost()
 
 
 def test_silence_that_ends_counts_as_a_restart() -> None:
-    fleet = Fleet(1)
-    assert fleet.take_status(status(scheduler_0=0), 0.0) == set()
+    fleet = Fleet()
+    assert fleet.take_status(status(scheduler_0=0), 0.0) == Lost()
     assert fleet.is_fresh(STALE_S / 2)
     assert not fleet.is_fresh(STALE_S)
-    assert fleet.take_status(status(scheduler_0=0), STALE_S + 1) == {0}
+    assert fleet.take_status(status(scheduler_0=0), STALE_S + 1) == Lost(everything=True)
 
 
 def test_seeds_of_choices_differ_and_repeat() -> None:
