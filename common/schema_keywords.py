@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-MAX_DEPENDENCIES = 16
+MAX_DEPENDENCIES = 8
 """Each entry of dependentRequired doubles what the object's grammar has to keep apart."""
 
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +45,9 @@ from gateway.tool_parsers.syntax import SYNTAX, Format, Function
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_TOOLS = 256
 _MAX_TRIED_CHARS = 64 << 10
-"""Schemas longer than this are tried by the tokenizer process only."""
+_MAX_TRY_S = 0.25
+"""Of one request's schemas that are new, this much is tried here, on the gateway's loop. The rest counts
+as enforceable: the tokenizer process compiles the whole grammar in a thread and refuses it if it is not."""
 _CACHE_SIZE = 512
 
 
@@ -69,6 +72,8 @@ class ToolPlanner:
     def __init__(self, parser_name: str = "") -> None:
         self._family = resolve_name(parser_name or FALLBACK)
         self._verdicts: OrderedDict[str, str] = OrderedDict()
+        self._chars_left = 0
+        self._try_until = 0.0
 
     def plan(
         self,
@@ -84,6 +89,7 @@ class ToolPlanner:
         output begins; with required and named the calls come after it. Raises RequestError (400, with
         ``param``) for malformed tools and for a choice that names no function.
         """
+        self._chars_left, self._try_until = _MAX_TRIED_CHARS, time.monotonic() + _MAX_TRY_S
         functions = [self._function(tool, index) for index, tool in enumerate(tools or ())]
         self._check_names(functions)
         mode, chosen = _choice(tool_choice, [function.name for function in functions])
@@ -140,10 +146,11 @@ class ToolPlanner:
     def _verdict(self, schema: Any) -> str:
         """Why a schema cannot be enforced; empty: it can."""
         key = json.dumps(schema)
-        if len(key) > _MAX_TRIED_CHARS:
-            return ""
         words = self._verdicts.get(key)
         if words is None:
+            self._chars_left -= len(key)
+            if self._chars_left < 0 or time.monotonic() > self._try_until:
+                return ""
             words = _try_schema(schema)
             self._verdicts[key] = words
             if len(self._verdicts) > _CACHE_SIZE:

@@ -143,6 +143,17 @@ def test_a_schema_that_cannot_be_enforced_is_an_error_only_when_strict(setup: Se
     assert caught.value.info.param == "tools[0].function.parameters"
 
 
+def test_trying_schemas_is_bounded() -> None:
+    properties = {f"k{number}": {"type": "string", "description": "x" * 500} for number in range(100)}
+    schemas = [{"type": "object", "properties": properties, "n": number} for number in range(50)]
+    tools = [
+        {"type": "function", "function": {"name": f"f{n}", "parameters": schema}} for n, schema in enumerate(schemas)
+    ]
+    planner = ToolPlanner("hermes")
+    assert planner.plan(tools, "auto").grammar is not None
+    assert len(planner._verdicts) <= 1  # the rest is the tokenizer process's to refuse
+
+
 @pytest.mark.parametrize(("tools", "choice", "param"), [
     ([5], "auto", "tools[0]"),
     ([{"type": "web_search"}], "auto", "tools[0]"),
