@@ -46,6 +46,10 @@ def load_worker(
 
     ``progress`` is told what takes long. Raises ``ConfigError`` for anything the user has to change.
     """
+    if config.worker.tp_size != 1:
+        raise ConfigError(
+            f"--tp-size {config.worker.tp_size}: tensor parallelism is not supported yet; use --tp-size 1"
+        )
     hf_logging.disable_progress_bar()
     device = choose_device(config.worker.device)
     torch.set_num_threads(threads)

@@ -151,10 +151,9 @@ def decode_padded(
     query: Tensor, keys: Tensor, values: Tensor, plan: StepPlan, spec: LayerSpec, args: AttentionArgs
 ) -> Tensor:
     """A ``DecodeKernel`` for devices where calls are dear: gathers all sequences, padded, and attends at once."""
-    lengths = torch.from_numpy(plan.decode_lens.astype(np.int64)).to(query.device)
+    lengths, table = plan.decode_lens_device, plan.decode_table_device
     width = int(plan.decode_lens.max())
     positions = torch.arange(width, device=query.device)
-    table = torch.from_numpy(plan.decode_table.astype(np.int64)).to(query.device)
     cells = table[:, positions // plan.page_size] * plan.page_size + positions % plan.page_size
     seen = positions[None] < lengths[:, None]
     if spec.window:

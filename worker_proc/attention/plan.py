@@ -46,6 +46,10 @@ class StepPlan:
     """[S1] their context lengths."""
     decode_table: I32
     """[S1, P] their page tables."""
+    decode_lens_device: Tensor
+    """int64 [S1], on the device."""
+    decode_table_device: Tensor
+    """int64 [S1, P], on the device: uploaded once a step, not once a layer."""
     page_size: int
 
 
@@ -70,6 +74,8 @@ def make_plan(batch: PackedBatch, page_size: int, device: torch.device) -> StepP
         decode_rows_device=torch.from_numpy(decode_rows.astype(np.int64)).to(device),
         decode_lens=np.ascontiguousarray(batch.context_lens[single], dtype=np.int32),
         decode_table=np.ascontiguousarray(batch.page_table[single], dtype=np.int32),
+        decode_lens_device=torch.from_numpy(batch.context_lens[single].astype(np.int64)).to(device),
+        decode_table_device=torch.from_numpy(batch.page_table[single].astype(np.int64)).to(device),
         page_size=page_size,
     )
 

@@ -59,7 +59,7 @@ class GenericRunner:
     def weight_bytes(self) -> int:
         """Bytes of parameters and buffers, shared ones once."""
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
-        packed = sum(module.packed_bytes() for module in self._model.modules() if isinstance(module, PackedLinear))
+        packed: int = sum(module.packed_bytes() for module in self._model.modules() if isinstance(module, PackedLinear))
         return packed + sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
     def allocate(self, num_pages: int) -> None:

@@ -27,8 +27,6 @@ class _Scratch:
         self.bits = np.empty(size, np.int32)
         self.members = np.empty(size, np.int32)
         self.counts = np.zeros(size, np.int32)
-        self.bin_count = np.empty(kernels.NUM_BINS, np.int64)
-        self.bin_mass = np.empty(kernels.NUM_BINS, np.float64)
         self.sums = np.empty(-(-size // kernels.BLOCK), np.float64)
 
 
@@ -128,11 +126,11 @@ def _sample_row(row: F32, request: SampleRequest, u: float, scratch: _Scratch) -
         work[[token for token in request.end_ids if token < work.size]] = -np.inf
     if request.mask is not None:
         kernels.apply_mask(work, request.mask)
-    best, peak = kernels.find_peak(work)
+    peak = float(work.max())  # NaN if any logit is
     if request.is_greedy or not np.isfinite(peak):
-        return int(best), float(peak)
+        return int(work.argmax()), peak
     token = kernels.draw(
         work, np.float32(peak), params.temperature, params.top_k, params.top_p, params.min_p, u,
-        scratch.weights, scratch.bits, scratch.members, scratch.bin_count, scratch.bin_mass, scratch.sums,
+        scratch.weights, scratch.bits, scratch.members, scratch.sums,
     )  # fmt: skip
-    return int(token), float(peak)
+    return int(token), peak

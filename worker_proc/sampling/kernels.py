@@ -1,4 +1,4 @@
-"""Sampling one row in Numba. No sorting of the vocabulary: cuts are found by histograms that are refined.
+"""Sampling one row in Numba. No sorting of the vocabulary: cuts are found by bisecting a threshold.
 
 Scratch arrays belong to the calling thread and are reused between rows; ``counts`` is all zero
 between calls. The functions release the GIL.
@@ -11,11 +11,8 @@ import numpy as np
 
 from worker_proc.vector_math import FAST_MATH, exp_in_place
 
-NUM_BINS = 512
-FIRST_RANGE = 32.0
-"""The first histogram spans 32 nats below the likeliest token; what lies lower shares the last bin."""
 SMALL = 96
-"""So many candidates are sorted rather than split again."""
+"""So many candidates are sorted rather than split by another pass."""
 BLOCK = 512
 
 
@@ -59,18 +56,6 @@ def apply_mask(work, mask):  # type: ignore[no-untyped-def]  # pragma: no cover
 
 
 @numba.njit(cache=True, nogil=True)
-def find_peak(work):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """(index, value) of the first maximum; value NaN if any entry is NaN."""
-    best, peak = 0, np.float32(-np.inf)
-    bad = False
-    for i in range(work.size):
-        if work[i] > peak:
-            best, peak = i, work[i]
-        bad |= work[i] != work[i]
-    return best, np.float32(np.nan) if bad else peak
-
-
-@numba.njit(cache=True, nogil=True)
 def _sort_candidates(values, members, n):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Sort members[:n] by value descending, id ascending (insertion sort; n is small or nearly sorted)."""
     for i in range(1, n):
@@ -83,60 +68,80 @@ def _sort_candidates(values, members, n):  # type: ignore[no-untyped-def]  # pra
         members[j + 1] = m
 
 
+@numba.njit(fastmath=FAST_MATH, cache=True, nogil=True)
+def _above(values, weights, bound):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """(count, mass) of the entries with value >= bound, in vector code.
+
+    Two loops over a slice, each with one float sum: in any other form LLVM leaves them scalar, six times as slow.
+    """
+    count, mass = 0, 0.0
+    for begin in range(0, values.size, BLOCK):
+        v, w = values[begin : begin + BLOCK], weights[begin : begin + BLOCK]
+        block_count, block_mass = np.float32(0), np.float32(0)
+        for i in range(v.size):
+            block_mass += w[i] if v[i] >= bound else np.float32(0)
+        for i in range(v.size):
+            block_count += np.float32(1) if v[i] >= bound else np.float32(0)
+        count += np.int64(block_count)
+        mass += np.float64(block_mass)
+    return count, mass
+
+
+@numba.njit(fastmath=FAST_MATH, cache=True, nogil=True)
+def _between(values, low, high, members):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Collect the ids with low <= value < high, ascending, in ``members``; how many. Most blocks hold none."""
+    n = 0
+    for begin in range(0, values.size, 64):
+        v = values[begin : begin + 64]
+        hits = np.float32(0)
+        for i in range(v.size):
+            hits += np.float32((v[i] >= low) & (v[i] < high))
+        if hits > 0:
+            for i in range(v.size):
+                if v[i] >= low and v[i] < high:
+                    members[n] = begin + i
+                    n += 1
+    return n
+
+
 @numba.njit(cache=True, nogil=True)
-def find_cut(values, weights, want_count, want_mass, members, n, bin_count, bin_mass):  # type: ignore[no-untyped-def]  # pragma: no cover
+def find_cut(values, weights, want_count, want_mass, members):  # type: ignore[no-untyped-def]  # pragma: no cover
     """The shortest prefix, in order of value (descending, ties by id), that holds enough.
 
     ``values`` [V] <= 0 are scaled log-weights (-inf: not a candidate), ``weights`` their exponentials.
-    Enough is ``want_count`` entries or a mass of ``want_mass``. ``n`` >= 0: only ids in ``members[:n]``
-    (ascending) are candidates; -1: all. ``members`` is overwritten. Returns (value, id, mass): the last
-    entry kept and the prefix's mass; (-inf, V, total) if everything is needed.
+    Enough is ``want_count`` entries or a mass of ``want_mass``. Returns (value, id, mass): the last
+    entry kept and the prefix's mass; (-inf, V, total) if everything is needed. ``members`` int32 [V] is scratch.
+
+    A threshold is bisected by passes of vector code until few entries (or equal ones) are left
+    between "not enough" and "enough"; only these are sorted.
     """
     size = values.size
-    high, scale = np.float32(0), np.float32(NUM_BINS / FIRST_RANGE)
-    count, mass = 0, 0.0
-    first = True
-    while True:
-        bin_count[:] = 0
-        bin_mass[:] = 0.0
-        for j in range(size if n < 0 else n):
-            i = j if n < 0 else members[j]
-            v = values[i]
-            if v > -np.inf:
-                at = np.int64(min((high - v) * scale, np.float32(NUM_BINS - 1)))
-                bin_count[at] += 1
-                bin_mass[at] += weights[i]
-        b = 0
-        while b < NUM_BINS and count + bin_count[b] < want_count and mass + bin_mass[b] < want_mass:
-            count += bin_count[b]
-            mass += bin_mass[b]
-            b += 1
-        if b == NUM_BINS:
-            if first:
-                return np.float32(-np.inf), size, mass
-            b = NUM_BINS - 1  # sums in another order fell short by rounding: the last candidate is the cut
-            while bin_count[b] == 0:
-                b -= 1
-            count -= bin_count[b]
-            mass -= bin_mass[b]
-        kept = 0
-        top, bottom = np.float32(-np.inf), np.float32(np.inf)
-        for j in range(size if n < 0 else n):
-            i = j if n < 0 else members[j]
-            v = values[i]
-            if v > -np.inf and np.int64(min((high - v) * scale, np.float32(NUM_BINS - 1))) == b:
-                members[kept] = i
-                kept += 1
-                top, bottom = max(top, v), min(bottom, v)
-        n = kept
-        first = False
-        scale = np.float32(NUM_BINS - 1) / (top - bottom) if top > bottom else np.float32(np.inf)
-        high = top
-        if n <= SMALL or not scale < np.float32(1e30):
+    low, high = np.float32(0), np.float32(np.inf)
+    count_high, mass_high = 0, 0.0
+    count_low, mass_low = _above(values, weights, low)
+    step = np.float32(1)
+    while count_low < want_count and mass_low < want_mass:
+        high, count_high, mass_high = low, count_low, mass_low
+        if low == -np.inf:
+            return low, size, mass_low
+        low = -step if step < np.float32(1e30) else np.float32(np.finfo(np.float32).min)
+        if high == low:
+            return np.float32(-np.inf), size, mass_low
+        step *= np.float32(2)
+        count_low, mass_low = _above(values, weights, low)
+    while count_low - count_high > SMALL:
+        middle = np.float32(0.5) * low + np.float32(0.5) * min(high, np.float32(0))
+        if middle <= low or middle >= high:
             break
+        count, mass = _above(values, weights, middle)
+        if count < want_count and mass < want_mass:
+            high, count_high, mass_high = middle, count, mass
+        else:
+            low, count_low, mass_low = middle, count, mass
+    n = _between(values, low, high, members)
     if n <= SMALL:
         _sort_candidates(values, members, n)
-    last = members[0]
+    count, mass, last = count_high, mass_high, members[0]
     for j in range(n):
         last = members[j]
         count += 1
@@ -147,19 +152,28 @@ def find_cut(values, weights, want_count, want_mass, members, n, bin_count, bin_
 
 
 @numba.njit(fastmath=FAST_MATH, cache=True, nogil=True)
-def _block_sum(weights, begin, end):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """Sum of a block, in vector code."""
+def _block_sum(block):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Sum of a block (a slice: see :func:`_above`), in vector code."""
     total = np.float32(0)
-    for i in range(begin, end):
-        total += weights[i]
+    for i in range(block.size):
+        total += block[i]
     return np.float64(total)
 
 
+@numba.njit(fastmath=FAST_MATH, cache=True, nogil=True)
+def _keep_until(values, weights, cut_value, cut_id):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Drop what comes after the entry (cut_value, cut_id) in order of value, ties by id."""
+    for i in range(values.size):
+        keep = values[i] > cut_value or (values[i] == cut_value and i <= cut_id)
+        weights[i] = weights[i] if keep else np.float32(0)
+        values[i] = values[i] if keep else np.float32(-np.inf)
+
+
 @numba.njit(cache=True, nogil=True)
-def draw(work, peak, temperature, top_k, top_p, min_p, u, weights, bits, members, bin_count, bin_mass, sums):  # type: ignore[no-untyped-def]  # pragma: no cover
+def draw(work, peak, temperature, top_k, top_p, min_p, u, weights, bits, members, sums):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Draw one id from softmax(work / temperature) after the filters, by inverse CDF in order of ids.
 
-    ``work`` [V] float32 is overwritten with (work - peak) / temperature. ``u`` in (0, 1).
+    ``work`` [V] float32 is overwritten. ``u`` in (0, 1).
     """
     size = work.size
     inverse = np.float32(1.0 / temperature)
@@ -167,36 +181,22 @@ def draw(work, peak, temperature, top_k, top_p, min_p, u, weights, bits, members
         work[i] = (work[i] - peak) * inverse
         weights[i] = work[i]
     exp_in_place(weights, bits)
-    cut_value, cut_id = np.float32(-np.inf), size
     huge = np.int64(1) << 62
-    limit, n = np.inf, -1
+    limit = -1.0
     if 0 < top_k < size:
-        cut_value, cut_id, limit = find_cut(work, weights, top_k, np.inf, members, -1, bin_count, bin_mass)
-        n = 0
-        for i in range(size):  # what top_k left is few: top_p need not look at the whole vocabulary again
-            if work[i] > cut_value or (work[i] == cut_value and i <= cut_id):
-                members[n] = i
-                n += 1
+        value, token, limit = find_cut(work, weights, top_k, np.inf, members)
+        _keep_until(work, weights, value, token)
     if top_p < 1.0:
-        if limit == np.inf:
-            limit = 0.0
-            for begin in range(0, size, BLOCK):
-                limit += _block_sum(weights, begin, min(begin + BLOCK, size))
-        value, token, _ = find_cut(work, weights, huge, top_p * limit, members, n, bin_count, bin_mass)
-        if value > -np.inf:
-            cut_value, cut_id = value, token
+        if limit < 0:
+            limit = _above(work, weights, np.finfo(np.float32).min)[1]
+        value, token, limit = find_cut(work, weights, huge, top_p * limit, members)
+        _keep_until(work, weights, value, token)
     if min_p > 0.0:
-        floor = np.float32(np.log(min_p))
-        if floor > cut_value:
-            cut_value, cut_id = floor, size
-    if cut_value > -np.inf:
-        for i in range(size):
-            if work[i] < cut_value or (work[i] == cut_value and i > cut_id):
-                weights[i] = np.float32(0)
+        _keep_until(work, weights, np.float32(np.log(min_p)), size)
     total = 0.0
     num_blocks = (size + BLOCK - 1) // BLOCK
     for b in range(num_blocks):
-        sums[b] = _block_sum(weights, b * BLOCK, min((b + 1) * BLOCK, size))
+        sums[b] = _block_sum(weights[b * BLOCK : (b + 1) * BLOCK])
         total += sums[b]
     rest = u * total
     for b in range(num_blocks):
@@ -227,7 +227,7 @@ def log_normaliser(row, peak, weights, bits):  # type: ignore[no-untyped-def]  #
     exp_in_place(weights, bits)
     total = 0.0
     for begin in range(0, row.size, BLOCK):
-        total += _block_sum(weights, begin, min(begin + BLOCK, row.size))
+        total += _block_sum(weights[begin : begin + BLOCK])
     return np.float64(peak) + np.log(total)
 
 
