@@ -111,6 +111,20 @@ def test_a_possible_trigger_is_looked_out_for(setup: Setup) -> None:
     assert setup.allowed(session) is None and not session.in_tool_call()
 
 
+def test_a_token_across_the_trigger_s_end_must_fit_the_grammar(setup: Setup) -> None:
+    crossing = [token for token in range(setup.vocab_size) if "qui" in setup.decode([token])[:-1]]
+    assert crossing  # what this test is about: a token holds the trigger and more
+    session = setup.session("regex", "[0-9]", "qui")
+    for token in setup.encode("a 🙂 é "):
+        allowed = setup.allowed(session)
+        assert allowed is None or (token in allowed and not set(crossing) & set(allowed))
+        session.accept_token(token)
+    for token in setup.encode("q") + setup.encode("ui"):
+        session.accept_token(token)
+    allowed = setup.allowed(session) or []
+    assert session.in_tool_call() and {setup.decode([token]) for token in allowed} == {*"0123456789"}
+
+
 def test_a_special_token_as_trigger(setup: Setup) -> None:
     session = setup.session("regex", "[0-9]!", "<|mark|>")
     for token in setup.encode("<|im_start|>text<|mark|>"):

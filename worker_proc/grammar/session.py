@@ -42,6 +42,9 @@ class LLGuidanceSession:
         self._lookout: LLMatcher | None = compiled.matcher.deep_copy() if compiled.crosses_trigger else None
         """Before the trigger: a matcher that has seen the possible beginning of it, for exact masks."""
         self._tail = b""
+        """The end of the output where it may be the beginning of the trigger."""
+        self._recent = b""
+        """The last three bytes: a matcher that begins within a character would forbid the rest of it."""
         self._forced: list[int] | None = None
         self._complete = self._matcher is not None and self._matcher.is_stopped()
         self._in_call = compiled.call_triggers == ()
@@ -114,15 +117,14 @@ class LLGuidanceSession:
 
     def _wait_for_trigger(self, token: int) -> None:
         compiled = self._compiled
-        self._lookout = compiled.matcher.deep_copy() if compiled.crosses_trigger else None
+        self._lookout = None
         if compiled.lazy_token >= 0:
             if token == compiled.lazy_token:
                 self._bind([token])
             return
-        if compiled.tokenizer.is_special_token(token):
-            self._tail = b""
-            return
-        data = self._tail + compiled.tokenizer.decode_bytes([token])
+        special = compiled.tokenizer.is_special_token(token)
+        data = b"" if special else self._tail + compiled.tokenizer.decode_bytes([token])
+        self._recent = b"" if special else (self._recent + data[len(self._tail) :])[-3:]
         at = data.find(compiled.lazy_trigger)
         if at >= 0 and self._bind(compiled.tokenizer.tokenize_bytes(data[at:])):
             return
@@ -130,6 +132,8 @@ class LLGuidanceSession:
         if self._tail:
             self._lookout = compiled.matcher.deep_copy()
             self._lookout.try_consume_tokens(compiled.tokenizer.tokenize_bytes(self._tail))
+        elif compiled.crosses_trigger and not _within_character(self._recent):
+            self._lookout = compiled.matcher.deep_copy()
 
     def _bind(self, tokens: list[int]) -> bool:
         """The trigger is there: from now on the grammar holds. False where it cannot hold any more."""
@@ -156,3 +160,14 @@ def _possible_beginning(data: bytes, trigger: bytes) -> bytes:
         if trigger.startswith(data[-size:]):
             return data[-size:]
     return b""
+
+
+def _within_character(data: bytes) -> bool:
+    """Whether the bytes end within a UTF-8 character."""
+    for back in range(1, min(len(data), 3) + 1):
+        byte = data[-back]
+        if byte < 0x80:
+            return False
+        if byte >= 0xC0:
+            return back < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4)
+    return False
