@@ -1,5 +1,7 @@
 """Outputs in each family's published format, and what they mean."""
 
+# ruff: noqa: E501 (the formats are easier to compare with what their authors published when unbroken)
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
