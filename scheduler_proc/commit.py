@@ -217,5 +217,3 @@ class Commit:
             if req is not None and int(pool.table.computed[slot]) >= suspects.get(req.rid, 1 << 60):
                 del suspects[req.rid]
                 req.crashes = 0
-        if not suspects:
-            self.state.unexplained_crashes = 0

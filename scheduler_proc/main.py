@@ -25,7 +25,7 @@ RETRY_S = 0.005
 FORGIVEN = "worker_crashes_forgiven"
 """Key of ``Heartbeat.info``: worker crashes laid to one request's charge, which the supervisor does not count."""
 CHECK_S = 10.0
-"""How often the invariant is checked while idle."""
+"""The invariant is checked when idle, at most this often, and only if there was work since."""
 
 
 class Outbox:
@@ -131,7 +131,7 @@ def main(context: ProcessContext) -> None:
     mail = Mail(context.channels, config.worker.tp_size, config.http.tokenizers)
     tune_gc()
     progress = 0
-    last_check = time.time()
+    last_check, checked_step = time.time(), 0
     now = 0.0
     recorder = None if context.trace is None else StepRecorder(context.trace, scheduler)
     while not context.stopping:
@@ -150,8 +150,8 @@ def main(context: ProcessContext) -> None:
             log.log(logging.getLevelNamesMapping()[level.upper()], "%s", words)
         progress += 1
         context.beat(ready=scheduler.ready, progress=progress, info=_info(scheduler))
-        if scheduler.idle and now - last_check > CHECK_S:
-            last_check = now
+        if scheduler.idle and now - last_check > CHECK_S and scheduler.state.step != checked_step:
+            last_check, checked_step = now, scheduler.state.step
             _check(scheduler)
         timeout_s = min(max(out.wake_at - time.time(), 0.0), LONGEST_SLEEP_S)
         mail.wait(RETRY_S if mail.unsent else timeout_s)

@@ -103,7 +103,7 @@ class State:
     suspects: dict[str, int] = field(default_factory=dict)
     """rid -> ids to compute alone after a worker died with a row of it in flight."""
     unexplained_crashes: int = 0
-    """Worker deaths since the last conviction or acquittal."""
+    """Worker deaths since there are suspects, or since the last conviction."""
     excused_crashes: int = 0
     """Worker deaths that a convicted request explains."""
     log: list[tuple[str, str]] = field(default_factory=list)

@@ -77,7 +77,7 @@ class Workers:
                     in_flight[req.rid] = req
         if not in_flight:
             return
-        state.unexplained_crashes += 1
+        state.unexplained_crashes = state.unexplained_crashes + 1 if state.suspects else 1
         for req in in_flight.values():
             req.crashes += 1
         culprit = next(iter(in_flight.values())) if len(in_flight) == 1 else None

@@ -215,6 +215,16 @@ def test_a_request_that_kills_the_worker_is_found_and_fails_alone() -> None:
     assert rig.scheduler.state.suspects == {}
 
 
+def test_two_that_kill_the_worker_are_both_found() -> None:
+    rig = Rig()
+    rig.worker.poison |= {"bad": 9, "worse": 8}
+    rig.step(*(request(name, [i + 1, *P6], 12) for i, name in enumerate(["bad", "a", "worse"])))
+    assert run_with_crashes(rig) == 3
+    assert rig.status("bad") == rig.status("worse") == 500
+    assert rig.ids("a") == expected([2, *P6], 12)
+    assert rig.scheduler.state.excused_crashes == 3
+
+
 def test_a_worker_that_died_of_something_else_convicts_nobody() -> None:
     rig = Rig()
     rig.step(request("a", P6, 12), request("b", P6[::-1], 12))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_proc.admission import Admission
+from scheduler_proc.admission import FLOOR_FRACTION, INITIAL_RATIO, RISE, Admission
 from scheduler_proc.preempt import victims
 from scheduler_proc.request import Status
 from tests.unit.sched_support import Rig, expected, request
@@ -105,7 +105,7 @@ def test_below_the_threshold_nobody_is_preempted_for_priority() -> None:
 
 
 def test_admission_leaves_room_for_growth() -> None:
-    careful = Rig(pages=20)
+    careful = Rig(pages=20, schedule_conservativeness=2.0)
     careful.step(request("a", [1] * 9, max_tokens=60), request("b", [2] * 9, max_tokens=60))
     assert careful.scheduler.state.need_pool().table.num_taken == 1
     bold = Rig(pages=20, schedule_conservativeness=BOLD)
@@ -117,14 +117,14 @@ def test_the_reserved_fraction_decays_rises_on_preemption_and_resets_when_idle()
     rig = Rig()
     rig.step(request("a", [1] * 9, max_tokens=60))
     admission = Admission(1.0)
-    assert admission.ratio == 0.7
+    assert admission.ratio == INITIAL_RATIO
     for _ in range(1000):
         admission.went_well()
-    assert abs(admission.ratio - 0.7 * 0.14) < 1e-9
+    assert abs(admission.ratio - INITIAL_RATIO * FLOOR_FRACTION) < 1e-9
     admission.preempted(rig.scheduler.state.need_pool())
-    assert admission.ratio > 0.19
+    assert admission.ratio >= INITIAL_RATIO * FLOOR_FRACTION + RISE
     admission.idle()
-    assert admission.ratio == 0.7
+    assert admission.ratio == INITIAL_RATIO
 
 
 def test_pressure_from_many_ends_well() -> None:
