@@ -9,7 +9,8 @@ from openai import OpenAI
 
 from tests.integration.server import Server
 
-pytestmark = [pytest.mark.integration, pytest.mark.model]
+# The first run on a machine downloads, converts and compiles.
+pytestmark = [pytest.mark.integration, pytest.mark.model, pytest.mark.timeout(900)]
 
 
 def test_the_capital_of_france_streamed_and_whole(server: Callable[..., Server]) -> None:

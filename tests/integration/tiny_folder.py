@@ -27,7 +27,7 @@ def make_tiny_folder(folder: Path, seed: int = 7) -> Path:
     _write_tokenizer(folder)
     config: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
     torch.manual_seed(seed)
