@@ -57,7 +57,7 @@ class Batcher:
             if pool.in_flight:
                 return None  # one suspect at a time, so that a crash names it
             self._quarantine(draft, now)
-        else:
+        if not state.suspects:
             self._make_way()
             self._decode(draft, pool.table.decoding.nonzero()[0])
             self._prefill(draft, now)
