@@ -95,6 +95,7 @@ class FakeEngine:
         default_sampling: dict[str, float] | None = None,
         reasoning_parser: str = "",
         tool_parser: str = "",
+        chat_template: str = "",
     ) -> None:
         self.script = script
         self.auto = auto
@@ -127,6 +128,7 @@ class FakeEngine:
             default_sampling=default_sampling or {},
             tool_parser=tool_parser,
             reasoning_parser=reasoning_parser,
+            chat_template=chat_template,
         )
         self._stop = False
         self._thread = threading.Thread(target=self._loop, name="fake-engine", daemon=True)

@@ -18,10 +18,12 @@ from gateway.output import ChoiceOutput
 from gateway.protocols.chat_messages import MESSAGE_SCHEMA, normalise
 from gateway.protocols.common import Deps, Plan, check_model, check_stream_options, parse, read_json, refuse_unless
 from gateway.protocols.openai_chat_reply import ChatFormatter
+from gateway.protocols.tool_prompt import needs_spelling_out, spell_out
 from gateway.reasoning.parser import ReasoningParser
 from gateway.reasoning.registry import ReasoningFormat, create, format_of
 from gateway.respond import EngineReply
 from gateway.tool_parsers.grammar import ToolPlan
+from gateway.tool_parsers.registry import FALLBACK
 
 
 class ChatBody(GenerationFields):
@@ -67,9 +69,12 @@ async def chat_completions(request: Request, deps: Deps) -> Response:
         max_tokens=_max_tokens(body),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
+    tools = list(body.tools or ()) if plan_tools.parser_name else None
+    if needs_spelling_out(model.chat_template, messages, tools is not None and plan_tools.parser_name == FALLBACK):
+        messages, tools = spell_out(messages, tools or ()), None
     prompt = ChatPrompt(
         messages=messages,
-        tools=body.tools if plan_tools.parser_name else None,
+        tools=tools,
         add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
         continue_final_message=bool(body.continue_final_message),
         template_kwargs=body.chat_template_kwargs or {},

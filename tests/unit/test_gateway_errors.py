@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.fake_engine import Script
-from common.messages import ErrorInfo, Finish
+from common.messages import ErrorInfo, Finish, Generate, Message
 from tests.unit.gateway_live import CHAT, Live, Stream, eventually, live_gateway
 
 
@@ -279,3 +279,27 @@ def test_duplicate_rid_is_refused(live: Live) -> None:
 def test_stream_options_need_a_stream(live: Live) -> None:
     response = live.chat(stream_options={"include_usage": True})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "stream_options")
+
+
+def test_full_tokenizer_channel_is_503_and_later_prompts_wait(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = live.gateway.gateway.engine._tokenizers[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(sender, "send", lambda message: False)
+        response = live.chat()
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert response.json()["error"]["code"] == "overloaded"
+        assert not live.open
+        assert live.post("/tokenize", {"prompt": "x"}).status_code == 503
+    send = sender.send
+    taken: list[Message] = []
+
+    def only_first(message: Message) -> bool:
+        if isinstance(message, Generate) and len(taken) == 1:
+            taken.append(message)
+            return False  # the second of three does not fit just now
+        taken.append(message)
+        return send(message)
+
+    monkeypatch.setattr(sender, "send", only_first)
+    body = live.complete(prompt=["a", "b", "c"]).json()
+    assert [choice["text"] for choice in body["choices"]] == ["Hello world"] * 3

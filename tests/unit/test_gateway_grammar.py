@@ -212,3 +212,63 @@ def test_a_constraint_waits_for_the_end_of_the_reasoning() -> None:
 def test_completions_are_raw_text(thinker: Live) -> None:
     with thinker.script(lambda _: Script(pieces=(THOUGHT,))):
         assert thinker.complete().json()["choices"][0]["text"] == THOUGHT
+
+
+HISTORY = [
+    {"role": "user", "content": "Time?"},
+    {
+        "role": "assistant",
+        "content": "I look.",
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "get_time", "arguments": '{"city": "é"}'}}],
+    },
+    {"role": "tool", "tool_call_id": "c", "content": "noon"},
+]
+
+
+def test_a_template_without_tools_gets_them_as_text() -> None:
+    with live_gateway(engine_options={"chat_template": "{{ messages }}"}) as pair:
+        prompt = pair.sent(messages=HISTORY, tools=TOOLS).prompt
+        assert isinstance(prompt, ChatPrompt) and prompt.tools is None
+        system, user, assistant, result = prompt.messages
+        assert system["role"] == "system" and "get_weather" in system["content"] and "<tool_call>" in system["content"]
+        assert user == HISTORY[0]
+        call = '<tool_call>\n{"name": "get_time", "arguments": {"city": "é"}}\n</tool_call>'
+        assert assistant == {"role": "assistant", "content": f"I look.\n{call}"}
+        assert result == {"role": "user", "content": "<tool_response>\nnoon\n</tool_response>"}
+        prompt = pair.sent(messages=HISTORY).prompt
+        assert isinstance(prompt, ChatPrompt) and prompt.messages[0]["role"] == "user"
+        prompt = pair.sent(messages=[{"role": "system", "content": "S"}, *HISTORY], tools=TOOLS).prompt
+        assert isinstance(prompt, ChatPrompt) and prompt.messages[0]["content"].startswith("S\n\nYou can call")
+
+
+def test_a_template_with_tools_gets_them_as_they_are() -> None:
+    with live_gateway(engine_options={"chat_template": "{% if tools %}<tool_call>{% endif %}"}) as pair:
+        prompt = pair.sent(messages=HISTORY, tools=TOOLS).prompt
+        assert isinstance(prompt, ChatPrompt) and prompt.tools == TOOLS
+        assert prompt.messages == HISTORY
+
+
+def test_streamed_text_is_the_whole_text_for_every_combination(live: Live) -> None:
+    call = '<tool_call>\n{"name": "get_time", "arguments": {"city": "東京😀"}}\n</tool_call>'
+    text = f"ß😀漢字e\u0301 \ufffd {call}"
+    script = Script(pieces=tuple(text))
+    for n in (1, 2):
+        for logprobs in (False, True):
+            for tools in (None, TOOLS):
+                with live.script(lambda _: script):
+                    fields = {"n": n, "logprobs": logprobs, "tools": tools}
+                    whole = live.chat(**fields).json()["choices"]
+                    chunks = events(live.chat(stream=True, **fields).text)
+                for index in range(n):
+                    message = whole[index]["message"]
+                    assert joined(chunks, index) == (message["content"] or "")
+                    deltas = [
+                        call["function"]["arguments"]
+                        for chunk in chunks[:-1]
+                        for choice in chunk["choices"]
+                        if choice["index"] == index
+                        for call in choice["delta"].get("tool_calls", [])
+                    ]
+                    calls = message.get("tool_calls", [])
+                    assert "".join(deltas) == "".join(call["function"]["arguments"] for call in calls)
+                    assert len(calls) == (1 if tools else 0)
