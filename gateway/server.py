@@ -4,6 +4,7 @@
 * Above ``max_connections`` a request is answered 503 and its connection closed; above twice that
   a connection is closed unread.
 * The reply can end the connection at once (a client that does not read).
+* Pipelined requests: all of them hear that their client left, also the one that runs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from common.config import HttpConfig
 from common.errors import ConfigError
@@ -27,6 +28,8 @@ HEADER_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 75
 """An idle connection is kept this long between requests."""
 BACKLOG = 2048
+MAX_PIPELINED = 8
+"""Requests that may wait on one connection for the one before them; more end the connection."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -39,6 +42,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.access_log = False  # uvicorn's line holds the query, and a query may hold a key; see edge.py
         self._header_timer: asyncio.TimerHandle | None = None
+        self._cycles: list[RequestResponseCycle] = []
+        """Requests of the connection that are not answered yet; uvicorn remembers the latest only."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected."""
@@ -51,6 +56,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The client left."""
         self._stop_header_timer()
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
@@ -66,6 +75,13 @@ class BoundedProtocol(HttpToolsProtocol):
         """A request's headers are all there."""
         self._stop_header_timer()
         super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        self._cycles.append(self.cycle)
+        if len(self.pipeline) > MAX_PIPELINED:
+            self.transport.abort()
+        elif self.pipeline:
+            # uvicorn stops reading here, and whoever does not read does not see the client leave.
+            self.flow.resume_reading()
 
     def _start_header_timer(self) -> None:
         self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._headers_late)

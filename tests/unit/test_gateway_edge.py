@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import socket
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.fake_engine import Script
 from common.messages import ControlReply
 from gateway import server
 from tests.unit.gateway_live import CHAT, Live, eventually, live_gateway
@@ -166,3 +169,31 @@ def test_served_openapi_document_describes_the_bodies(live: Live) -> None:
     name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
     assert "messages" in document["components"]["schemas"][name]["properties"]
     assert {"200", "400", "401", "413", "503"} <= set(operation["responses"])
+
+
+def test_a_client_that_leaves_ends_the_request_that_runs_before_pipelined_ones(live: Live) -> None:
+    with live.script(lambda _: Script(endless=True)):
+        seen = len(live.engine.generates)
+        connection = live.raw({"messages": CHAT})
+        data = json.dumps({"messages": CHAT}).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data)
+        connection.sendall(head + data)
+        eventually(lambda: len(live.engine.generates) > seen, "the first runs")
+        connection.close()
+        eventually(lambda: not live.open, "it is aborted")
+        assert len(live.engine.generates) == seen + 1
+
+
+def test_pipelined_requests_are_answered_in_order_and_are_bounded(live: Live) -> None:
+    one = b"GET /v1/models/%d HTTP/1.1\r\nHost: x\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", live.gateway.port), timeout=10) as connection:
+        connection.sendall(b"".join(one % i for i in range(3)))
+        answer = b""
+        while answer.count(b"does not exist") < 3:
+            answer += connection.recv(65536)
+        assert [answer.find(b"'%d'" % i) for i in range(3)] == sorted(answer.find(b"'%d'" % i) for i in range(3))
+    with socket.create_connection(("127.0.0.1", live.gateway.port), timeout=10) as connection:
+        connection.sendall(b"".join(one % i for i in range(server.MAX_PIPELINED + 5)))
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(65536):
+                pass
