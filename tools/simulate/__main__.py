@@ -187,7 +187,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     for name, config, plugin in runs:
         workload = load(args.trace_file, spec) if args.trace_file else generate(spec)
         results[name], outcomes[name] = run_one(name, config, args, cost, workload, plugin)
-        print(f"{name}: {results[name]['wall_s']:.1f} s for {results[name]['steps']:.0f} steps", file=sys.stderr)
+        took, cpu, steps = (results[name][key] for key in ("wall_s", "cpu_s", "steps"))
+        print(f"{name}: {steps:,.0f} steps simulated in {took:.1f} s ({cpu:.1f} s of CPU)", file=sys.stderr)
     print(f"step = {cost}; {args.pages} pages of {args.page_size} tokens\n")
     print(table(results))
     if args.plot:

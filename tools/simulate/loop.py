@@ -74,7 +74,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config)
-        self._steps = None if self.trace is None else StepRecorder(self.trace, self.scheduler)
+        self.recording = None if self.trace is None else StepRecorder(self.trace, self.scheduler)
         self._lengths: dict[str, int] = {}
         self.worker = FakeWorker(self.shape, self._lengths.__getitem__)
         self._depth = 1 if self.config.scheduler.disable_overlap_schedule else PIPELINE
@@ -101,7 +101,7 @@ class Simulation:
 
         Raises InvariantError when nothing moves any more while requests are open.
         """
-        began = time.perf_counter()
+        began, began_cpu = time.perf_counter(), time.process_time()
         now, idle_turns = 0.0, 0
         while self._arrivals or self._flying or self._open:
             wake_at = now
@@ -112,14 +112,14 @@ class Simulation:
             now = max(now, wake_at)
             messages = self._due(now)
             out = self._step(messages, now)
-            if self._steps is not None:  # one decision per record: the rest of the pipeline is filled after it
+            if self.recording is not None:  # one decision per record: the rest of the pipeline is filled after it
                 while out.wake_at <= now:
                     out = self._step([], now)
             idle_turns = 0 if messages or out.to_worker or out.tokens else idle_turns + 1
             if idle_turns > STUCK_TURNS:
                 raise InvariantError(f"nothing moves at {now:.3f} s with {len(self._open)} requests open")
         result = summarize(self.recorder, self.scheduler.state.metrics.num_preemptions_total)
-        result["wall_s"] = time.perf_counter() - began
+        result["wall_s"], result["cpu_s"] = time.perf_counter() - began, time.process_time() - began_cpu
         result["scheduler_us_per_step"] = self.scheduler_s / max(self.recorder.steps, 1) * 1e6
         return result
 
@@ -153,11 +153,11 @@ class Simulation:
         )
 
     def _decide(self, messages: list[ToScheduler], now: float) -> StepOutput:
-        if self._steps is None:
+        if self.recording is None:
             return self.scheduler.step(messages, now)
-        self._steps.before()
+        self.recording.before()
         out = self.scheduler.step(messages, now, max_batches=1)
-        self._steps.after(messages, now, out, worker_full=False, detokenizer_full=False)
+        self.recording.after(messages, now, out, worker_full=False, detokenizer_full=False)
         return out
 
     def _step(self, messages: list[ToScheduler], now: float) -> StepOutput:
