@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 
 from common.errors import RequestError
-from common.messages import ErrorInfo, Generate, IdsPrompt, SamplingParams, TextParams, pack_i32
+from common.messages import ControlReply, ErrorInfo, Generate, IdsPrompt, SamplingParams, TextParams, pack_i32
 from gateway.errors import error_response
 from gateway.fields import Body
 from gateway.metrics import Exposition
@@ -25,6 +25,8 @@ from gateway.request import Exchange, OpenRequest
 HEALTH_RID_PREFIX = "health-"
 """Requests of /health_generate; nobody counts them as traffic."""
 HEALTH_TIMEOUT_S = 20.0
+ABORT_WAIT_S = 10.0
+"""How long /abort_request waits for the end of a request that is open in its own gateway."""
 _HEALTH_PRIORITY = 2**31 - 1
 
 
@@ -156,13 +158,26 @@ async def flush_cache(request: Request, deps: Deps) -> Response:
 
 
 async def abort_request(request: Request, deps: Deps) -> Response:
-    """End one request by its rid, or all; whichever gateway holds them."""
+    """End one request by its rid (a call by its id), or all; whichever gateway holds them."""
     body = parse(AbortBody, await read_json(request, deps.config.http.max_request_bytes))
     if bool(body.abort_all) == (body.rid is not None):
         raise RequestError("send either 'rid' or 'abort_all': true", param="rid")
     if body.abort_all:
         return await _control(deps, "abort_all")
-    return await _control(deps, "abort", rid=body.rid)
+    return await _abort(deps, body.rid or "")
+
+
+async def _abort(deps: Deps, rid: str) -> Response:
+    """Repeat the order while something of the rid is open here: it may still be on its way through the tokenizer."""
+    give_up = time.monotonic() + ABORT_WAIT_S
+    num_aborted = 0
+    while True:
+        reply = await deps.engine.control("abort", rid=rid)
+        num_aborted += int(reply.body.get("aborted", 0))
+        if not deps.engine.has_open(rid) or reply.status not in (200, 404) or time.monotonic() > give_up:
+            break
+        await asyncio.sleep(0.05)
+    return _json({"aborted": num_aborted}) if num_aborted else _answer("abort", reply)
 
 
 async def start_profile(request: Request, deps: Deps) -> Response:
@@ -177,7 +192,10 @@ async def stop_profile(_: Request, deps: Deps) -> Response:
 
 
 async def _control(deps: Deps, action: str, **fields: Any) -> Response:
-    reply = await deps.engine.control(action, **fields)
+    return _answer(action, await deps.engine.control(action, **fields))
+
+
+def _answer(action: str, reply: ControlReply) -> Response:
     if reply.status >= 400:
         words = str(reply.body.get("message") or reply.body.get("error") or f"{action} failed")
         return error_response(ErrorInfo(status=reply.status, message=words))

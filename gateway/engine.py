@@ -136,7 +136,7 @@ class Engine:
             if self.open.get(record.rid) is record and not record.aborting:
                 record.aborting = True
                 record.abort_reason = reason
-                self.metrics.num_aborted += 1
+                self.metrics.num_aborted += not record.internal
                 self._send_abort(record, time.monotonic())
 
     def fail_all(self, error: ErrorInfo) -> None:
@@ -151,6 +151,12 @@ class Engine:
         message = Control(request_id=request_id, gateway=self.gateway, action=action, **fields)
         reply: ControlReply = await self._ask(self._scheduler, request_id, message, "scheduler", wait_s)
         return reply
+
+    def has_open(self, rid: str) -> bool:
+        """Whether a request of this rid, or a call of this id, is open here and not given up."""
+        return any(
+            rid in (record.rid, record.generate.group) and not record.aborting for record in self.open.values()
+        )
 
     async def tokenize(self, prompt: Prompt) -> TextReply:
         """Ids (and rendered text) of a prompt. Raises RequestError as the tokenizer says."""
@@ -245,7 +251,8 @@ class Engine:
         delta = record.apply(row)
         if row.ids:
             self.last_output = time.monotonic()
-            self.metrics.num_output_tokens += len(row.ids) // 4
+            if not record.internal:
+                self.metrics.num_output_tokens += len(row.ids) // 4
         if record.finish is not None:
             self._end(record, record.finish)
         if delta is not None:

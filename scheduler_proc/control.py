@@ -53,12 +53,17 @@ class Controls:
                 )
 
     def _abort(self, message: Control) -> None:
-        req = self.state.reqs.get(message.rid)
-        if req is None or req.finish is not None:
-            self._reply(message, 404, {"error": f"no request {message.rid!r} is running or waiting"})
+        """End the request of that rid, or all of the call that has it as its group (several choices or prompts)."""
+        asked = message.rid
+        live = [
+            req for req in self.state.reqs.values() if req.finish is None and asked in (req.rid, req.spec.group)
+        ]
+        if not live:
+            self._reply(message, 404, {"error": f"no request {asked!r} is running or waiting"})
             return
-        self.ingest.end_early(req, "admin", "aborted by an operator")
-        self._reply(message, 200, {"aborted": 1})
+        for req in live:
+            self.ingest.end_early(req, "admin", "aborted by an operator")
+        self._reply(message, 200, {"aborted": len(live)})
 
     def worker_reply(self, message: WorkerControlReply) -> None:
         """The worker started or stopped its profiler, or could not."""

@@ -7,12 +7,13 @@ import json
 import logging
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from bench.fake_engine import Script
-from common.messages import ControlReply
+from common.messages import ControlReply, Finish, TextBatch, TextRow
 from gateway import server
 from tests.unit.gateway_live import CHAT, Live, eventually, live_gateway
 
@@ -169,6 +170,25 @@ def test_served_openapi_document_describes_the_bodies(live: Live) -> None:
     name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
     assert "messages" in document["components"]["schemas"][name]["properties"]
     assert {"200", "400", "401", "413", "503"} <= set(operation["responses"])
+
+
+def test_abort_finds_a_request_that_is_still_on_its_way_to_the_scheduler(live: Live) -> None:
+    live.engine.control_replies["abort"] = ControlReply(request_id="", status=404, body={"error": "no request"})
+    assert live.post("/abort_request", {"rid": "mine"}).status_code == 404
+    with live.script(lambda _: Script(silent=True)), ThreadPoolExecutor(2) as pool:
+        running = pool.submit(live.post, "/generate", {"text": "a", "rid": "mine", "sampling_params": {"n": 2}})
+        eventually(lambda: len(live.open) == 2, "it is open")
+        num_asked = len(live.engine.controls)
+        aborting = pool.submit(live.post, "/abort_request", {"rid": "mine"})
+        eventually(lambda: len(live.engine.controls) > num_asked + 1, "asked again")
+        live.engine.control_replies["abort"] = ControlReply(request_id="", status=200, body={"aborted": 2})
+        eventually(lambda: len(live.engine.controls) > num_asked + 3, "asked until it has ended")
+        ended = Finish(reason="abort", message="by an operator")
+        rows = [TextRow(f"mine-{i}", 0, 0, b"", 0, "", finish=ended) for i in range(2)]
+        live.engine.send(TextBatch(detokenizer_generation=0, rows=rows))
+        assert aborting.result(20).json()["aborted"] >= 2
+        assert running.result(20).status_code == 503
+    del live.engine.control_replies["abort"]
 
 
 def test_a_client_that_leaves_ends_the_request_that_runs_before_pipelined_ones(live: Live) -> None:

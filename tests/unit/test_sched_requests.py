@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from common.messages import Abort, Fleet, StopHit, Tokenized, pack_i32, unpack_i32
+from common.messages import Abort, Control, Fleet, StopHit, Tokenized, pack_i32, unpack_i32
 from scheduler_proc.ingest import ANY_ATTEMPT
 from tests.unit.sched_support import Rig, expected, request
 
@@ -267,3 +267,21 @@ def test_a_request_the_worker_has_ended_unnoticed_does_not_hang() -> None:
     rig.worker.slots[0].ended = True
     rig.finish()
     assert rig.status("a") == 500
+
+
+def test_an_operator_ends_one_request_or_a_whole_call_by_its_id() -> None:
+    rig = Rig(max_running_requests=2)
+    rig.step(*(request(f"call-{i}", P6, group="call") for i in range(3)), request("other", P6))
+
+    def order(rid: str) -> tuple[int, dict[str, object]]:
+        rig.step(Control(request_id="c", gateway="gateway-0", action="abort", rid=rid))
+        reply = rig.out.replies[-1][1]
+        return reply.status, reply.body
+
+    assert order("call-0") == (200, {"aborted": 1})
+    assert order("call") == (200, {"aborted": 2})
+    assert order("call")[0] == 404
+    rig.finish()
+    assert [rig.reason(rid) for rid in ("call-0", "call-1", "call-2")] == ["abort"] * 3
+    assert rig.ids("other") == expected(P6, 8)
+    assert rig.free + rig.cached == 64
