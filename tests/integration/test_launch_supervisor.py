@@ -70,6 +70,16 @@ def test_a_killed_child_is_replaced_and_the_scheduler_told(fleet: Start) -> None
     assert server.stop() == 0
 
 
+def test_the_ranks_of_a_worker_are_replaced_together(fleet: Start) -> None:
+    server = fleet("--tp-size", "2", "--max-restarts", "1").wait_ready()
+    other = server.pids()["worker-0"]
+    server.wait_replaced("worker-1", server.kill("worker-1"))
+    server.wait_replaced("worker-0", other)
+    eventually(lambda: fleets_sent(server)[-1]["generations"]["worker-0"] == 1, what="both told")
+    assert fleets_sent(server)[-1]["generations"]["worker-1"] == 1
+    assert server.log.count("worker-1 started") == 2, "one death, one restart: felling the other fells nobody else"
+
+
 def test_a_child_that_always_ends_stops_the_server_with_the_reason_last(fleet: Start) -> None:
     server = fleet("--max-restarts", "2", worker=["exit:3"])
     assert server.wait() == 1
@@ -102,6 +112,15 @@ def test_busy_without_progress_is_hung_and_its_stacks_are_shown(fleet: Start) ->
     eventually(lambda: "worker-0 is hung: busy without progress" in server.log, what="the hang seen")
     eventually(lambda: "generation 1" in server.log, what="the replacement")
     assert "role.py" in server.log and "most recent call first" in server.log
+
+
+def test_json_logs_are_an_object_a_line(fleet: Start) -> None:
+    server = fleet("--log-format", "json", scheduler=["config"])
+    assert server.wait() == 2
+    lines = [json.loads(line) for line in server.log.splitlines()]
+    assert {line["process"] for line in lines} == {"launch", "scheduler-0"}
+    assert lines[-1]["level"] == "error" and "7 heads" in lines[-1]["message"]
+    assert set(lines[-1]) == {"time", "level", "process", "logger", "message"}
 
 
 def test_the_drain_waits_for_gateways_and_has_an_end(fleet: Start) -> None:
