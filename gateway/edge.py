@@ -28,6 +28,8 @@ REQUEST_ID_SCOPE_KEY = "quintet.request_id"
 
 OPEN_PATHS = frozenset({"/health", "/health_generate", "/ping"})
 """Answered without a key: load balancers have none."""
+QUIET_PATHS = OPEN_PATHS | {"/metrics"}
+"""Asked every few seconds by machines: logged at level debug."""
 ADMIN_PATHS = frozenset({"/flush_cache", "/abort_request", "/start_profile", "/stop_profile"})
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -81,9 +83,11 @@ class Edge:
                 await error_response(error, extra)(scope, receive, send_with_id)
         finally:
             self._metrics.count_reply(status or 499)
-            if log.isEnabledFor(logging.INFO):
+            level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
+            if log.isEnabledFor(level):
                 client = scope.get("client")
-                log.info(
+                log.log(
+                    level,
                     "%s %s %s %d %.1f ms %s",
                     client[0] if client else "-",
                     scope["method"],

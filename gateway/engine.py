@@ -54,7 +54,7 @@ _MAX_GAPS = 3
 
 
 class Engine:
-    """The open requests of one gateway and the channels to the engine. One instance per process."""
+    """The open requests of one gateway and its channels to the engine. One instance per process."""
 
     def __init__(
         self, channels: Channels, config: ServerConfig, gateway: str, metrics: GatewayMetrics, generation: int = 0
@@ -349,9 +349,3 @@ class Engine:
             ) from None
         finally:
             self._replies.pop(request_id, None)
-
-
-def new_generate_id(prefix: str) -> str:
-    """A fresh id that no other gateway draws: ``chatcmpl-`` and 32 hex digits."""
-    return prefix + secrets.token_hex(16)
-

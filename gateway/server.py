@@ -27,6 +27,8 @@ from gateway.respond import ABORT_SCOPE_KEY
 HEADER_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 75
 """An idle connection is kept this long between requests."""
+UNREAD_TIMEOUT_S = 75
+"""The kernel gives a connection up whose peer takes nothing of what was written for this long."""
 BACKLOG = 2048
 MAX_PIPELINED = 8
 """Requests that may wait on one connection for the one before them; more end the connection."""
@@ -51,6 +53,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.connections) > 2 * self.max_connections:
             transport.abort()
             return
+        client = transport.get_extra_info("socket")
+        if client is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNREAD_TIMEOUT_S)
         self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:

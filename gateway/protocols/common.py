@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -189,3 +190,8 @@ def by_choice(deltas: list[Delta], num_choices: int) -> list[list[Delta]]:
     for delta in deltas:
         grouped[delta.choice].append(delta)
     return grouped
+
+
+def new_generate_id(prefix: str) -> str:
+    """A fresh id that no other gateway draws: ``chatcmpl-`` and 32 hex digits."""
+    return prefix + secrets.token_hex(16)

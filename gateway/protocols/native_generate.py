@@ -18,7 +18,6 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 from common.errors import RequestError
 from common.messages import Prompt, TokenLogprob, unpack_i32
 from gateway import grammar
-from gateway.engine import new_generate_id
 from gateway.fields import (
     MAX_CHOICES,
     MAX_INT32,
@@ -30,7 +29,7 @@ from gateway.fields import (
     sampling_params,
     text_params,
 )
-from gateway.protocols.common import Deps, Plan, by_choice, parse, read_json, refuse_unless
+from gateway.protocols.common import Deps, Plan, by_choice, new_generate_id, parse, read_json, refuse_unless
 from gateway.protocols.openai_chat_reply import DONE, json_logprob
 from gateway.protocols.openai_completions import PROMPT_SCHEMA, engine_prompts, prompt_list
 from gateway.request import Delta, Exchange

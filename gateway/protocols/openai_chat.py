@@ -12,11 +12,19 @@ from pydantic import Field, WithJsonSchema
 from common.errors import RequestError
 from common.messages import ChatPrompt, Grammar, TokenizerReady
 from gateway import grammar
-from gateway.engine import new_generate_id
 from gateway.fields import MAX_INT32, MAX_LOGPROBS, GenerationFields, sampling_params, text_params
 from gateway.output import ChoiceOutput
 from gateway.protocols.chat_messages import MESSAGE_SCHEMA, normalise
-from gateway.protocols.common import Deps, Plan, check_model, check_stream_options, parse, read_json, refuse_unless
+from gateway.protocols.common import (
+    Deps,
+    Plan,
+    check_model,
+    check_stream_options,
+    new_generate_id,
+    parse,
+    read_json,
+    refuse_unless,
+)
 from gateway.protocols.openai_chat_reply import ChatFormatter
 from gateway.protocols.tool_prompt import needs_spelling_out, spell_out
 from gateway.reasoning.parser import ReasoningParser

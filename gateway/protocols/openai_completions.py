@@ -11,9 +11,17 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 from common.errors import RequestError
 from common.messages import IdsPrompt, Prompt, SamplingParams, TextPrompt, TokenizerReady, pack_i32
 from gateway import grammar
-from gateway.engine import new_generate_id
 from gateway.fields import MAX_LOGPROBS, GenerationFields, check_id, sampling_params, text_params
-from gateway.protocols.common import Deps, Plan, check_model, check_stream_options, parse, read_json, refuse_unless
+from gateway.protocols.common import (
+    Deps,
+    Plan,
+    check_model,
+    check_stream_options,
+    new_generate_id,
+    parse,
+    read_json,
+    refuse_unless,
+)
 from gateway.protocols.openai_completions_reply import CompletionFormatter
 from gateway.respond import EngineReply
 

@@ -15,7 +15,7 @@ def test_generated_requests_get_documented_answers() -> None:
     with live_gateway() as pair:
         command = [
             sys.executable, "-m", "schemathesis.cli", "run", f"{pair.url}/openapi.json", "--url", pair.url,
-            "--max-examples", "8", "--phases", "coverage,fuzzing", "--seed", "1",
+            "--max-examples", "10", "--phases", "fuzzing", "--seed", "1",
             "--checks", "not_a_server_error,status_code_conformance", "--request-timeout", "20",
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
