@@ -55,15 +55,17 @@ def load_worker(
     torch.set_num_threads(threads)
     dtype = choose_dtype(state.dtype if state else config.model.dtype, device)
     hf_config = AutoConfig.from_pretrained(config.model_dir, trust_remote_code=config.model.trust_remote_code)
-    context_length = choose_context_length(config.model.context_length, hf_config)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     if model_class is not None:
-        check_supported(model_class, hf_config.get_text_config(), context_length)
+        text_config = hf_config.get_text_config()
+        limit = config.model.context_length or getattr(text_config, "max_position_embeddings", 0)
+        check_supported(model_class, text_config, limit)
     elif not config.model.trust_remote_code:
         raise ConfigError(
             f"{config.model_dir}: model type {hf_config.model_type!r} is not a causal language model of transformers; "
             "--trust-remote-code lets code that comes with a model run"
         )
+    context_length = choose_context_length(config.model.context_length, hf_config)
     model = load_model(config, hf_config, dtype, device)
     reference = reference_logits(model)
     embeddings = model.get_input_embeddings().num_embeddings

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import transformers as hf
 
 from common import config as config_file
 from common.channels import Channels, Receiver, Sender
 from common.config import CacheConfig, ModelConfig, ServerConfig, WorkerConfig
+from common.errors import ConfigError
 from common.messages import (
     BeginRequest,
     ForwardBatch,
@@ -34,8 +36,10 @@ from common.messages import (
     pack_i32,
     unpack_i32,
 )
-from common.process import EXIT_CONFIG
 from tests.integration.tiny_models import greedy_alone, tiny_model
+from worker_proc.loading import load_worker
+from worker_proc.memory import WorkerState
+from worker_proc.runner import PackedBatch
 
 pytestmark = pytest.mark.integration
 
@@ -161,25 +165,47 @@ def test_pipelined_steps_give_what_the_model_gives_alone(worker: WorkerProcess, 
     assert worker.process.wait(20) == 0
 
 
-def test_restarted_worker_has_the_first_ones_pages_and_path(model_dir: Path, tmp_path: Path) -> None:
+def test_restarted_worker_has_the_first_ones_pages_dtype_and_path(model_dir: Path) -> None:
+    state = WorkerState(path="generic-torch", dtype="bfloat16", num_pages=17, page_size=8)
+    loaded = load_worker(config_for(model_dir), 1, state)
+    assert (loaded.num_pages, loaded.runner.page_size, loaded.runner.dtype) == (17, 8, "bfloat16")
+    assert loaded.runner.name == "generic-torch"
+    loaded.runner.close()
+
+
+def test_fast_path_that_does_not_cover_a_model_falls_back_and_says_why(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("worker_proc.loading.try_cpu_fast", lambda *_: "heads of 12")
     config = config_for(model_dir)
-    state = {"path": "generic-torch", "dtype": "float32", "num_pages": 17, "page_size": 8}
-    (tmp_path / "worker-0.state.json").write_bytes(msgspec.json.encode(state))
-    worker = start(tmp_path, config, generation=1)
-    try:
-        ready = worker.next()
-        assert isinstance(ready, WorkerReady)
-        assert (ready.generation, ready.num_pages, ready.page_size) == (1, 17, 8)
-    finally:
-        worker.close()
+    config = msgspec.structs.replace(config, model=ModelConfig(dtype="bfloat16"))
+    loaded = load_worker(config, 1, None)
+    assert loaded.runner.name == "generic-torch"
+    assert "the fast CPU path is not used: heads of 12" in caplog.text
+    loaded.runner.close()
+    forced = msgspec.structs.replace(config, worker=WorkerConfig(worker_path="cpu-fast"))
+    with pytest.raises(ConfigError, match="heads of 12; --worker-path generic can"):
+        load_worker(forced, 1, None)
 
 
-def test_unsupported_model_ends_the_process_with_the_exit_code_that_is_not_restarted(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1).save_pretrained(folder)
-    worker = start(tmp_path, config_for(folder))
-    try:
-        assert worker.process.wait(120) == EXIT_CONFIG
-    finally:
-        worker.close()
+def test_dummy_weights_are_a_function_of_the_seed(model_dir: Path) -> None:
+    def logits(seed: int) -> list[float]:
+        model = ModelConfig(dtype="float32", load_format="dummy", random_seed=seed)
+        loaded = load_worker(msgspec.structs.replace(config_for(model_dir), model=model), 1, None)
+        ids = np.arange(4, dtype=np.int32)
+        ends, table = np.array([0, 4], np.int32), np.zeros((1, 1), np.int32)
+        out = loaded.runner.forward(PackedBatch(ids, ids, ends, ends[1:], table, ids[3:]))
+        row: list[float] = np.array(out)[0].tolist()
+        return row
+
+    first = logits(1)
+    assert logits(1) == first
+    assert logits(2) != first
+
+
+def test_unsupported_settings_are_refused_before_weights_load(model_dir: Path, tmp_path: Path) -> None:
+    hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="MambaForCausalLM is not supported: it is recurrent"):
+        load_worker(config_for(tmp_path), 1, None)
+    with pytest.raises(ConfigError, match="--tp-size 2"):
+        load_worker(config_for(model_dir, tp_size=2), 1, None)

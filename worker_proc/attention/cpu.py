@@ -10,6 +10,8 @@ from __future__ import annotations
 import numba
 import numpy as np
 import torch
+from numba import types
+from numba.extending import overload
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,8 +35,7 @@ def decode_numba(
     queries = query.float().contiguous().numpy()
     lows = np.array([spec.lower_bound(n - 1) for n in plan.decode_lens.tolist()], np.int32)
     sinks = _NO_SINKS if args.sinks is None else args.sinks.detach().float().numpy()
-    kernel = _attend_f32 if keys.dtype == torch.float32 else _attend_bf16
-    kernel(
+    _attend(
         queries, raw_view(keys), raw_view(values), plan.decode_table, lows, plan.decode_lens, plan.page_size,
         np.float32(args.scaling), np.float32(args.softcap), sinks, out,
     )  # fmt: skip
@@ -51,91 +52,90 @@ def raw_view(pool: Tensor) -> NDArray[np.generic]:
 _NO_SINKS = np.empty(0, np.float32)
 
 
-@numba.njit(cache=True, nogil=True)
-def _load_f32(source, target, _bits):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """Copy [n, dim] float32."""
-    for t in range(source.shape[0]):
-        for d in range(source.shape[1]):
-            target[t, d] = source[t, d]
+def _load(source, target, bits):  # type: ignore[no-untyped-def]
+    """Copy pool entries [n, dim] to the float32 ``target``, whose bits are ``bits``; see :func:`_overload_load`."""
 
 
-@numba.njit(cache=True, nogil=True)
-def _load_bf16(source, _target, bits):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """Widen [n, dim] bfloat16 bits to the float32 array whose bits ``bits`` is."""
-    for t in range(source.shape[0]):
-        for d in range(source.shape[1]):
-            bits[t, d] = np.uint32(source[t, d]) << np.uint32(16)
+@overload(_load)
+def _overload_load(source, target, bits):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """The only thing in which the pool dtypes differ. An overload, not a closure: Numba does not cache closures."""
+    if source.dtype == types.uint16:
+
+        def widen(source, target, bits):  # type: ignore[no-untyped-def]
+            for t in range(source.shape[0]):
+                for d in range(source.shape[1]):
+                    bits[t, d] = np.uint32(source[t, d]) << np.uint32(16)
+
+        return widen
+
+    def copy(source, target, bits):  # type: ignore[no-untyped-def]
+        for t in range(source.shape[0]):
+            for d in range(source.shape[1]):
+                target[t, d] = source[t, d]
+
+    return copy
 
 
-def _make_kernel(load):  # type: ignore[no-untyped-def]
-    """Build the kernel for one way of loading pool entries (the only thing the dtypes differ in)."""
-
-    @numba.njit(parallel=True, fastmath=FAST_MATH, cache=True, nogil=True)
-    def attend(  # type: ignore[no-untyped-def]  # pragma: no cover
-        query, keys, values, table, lows, lens, page_size, scaling, softcap, sinks, out
-    ):  # fmt: skip
-        num_kv_heads = keys.shape[1]
-        groups = query.shape[1] // num_kv_heads
-        dim, value_dim = keys.shape[2], values.shape[2]
-        for item in numba.prange(query.shape[0] * num_kv_heads):
-            s, kv_head = item // num_kv_heads, item % num_kv_heads
-            tile_bits = np.empty((page_size, max(dim, value_dim)), np.uint32)
-            tile = tile_bits.view(np.float32)
-            scores = np.empty(page_size, np.float32)
-            exp_bits = np.empty(page_size, np.int32)
-            weights = np.empty((groups, page_size), np.float32)
-            rescale = np.empty(groups, np.float32)
-            high = np.full(groups, -np.inf, np.float32)
-            total = np.zeros(groups, np.float32)
-            acc = np.zeros((groups, value_dim), np.float32)
-            position = lows[s]
-            while position < lens[s]:
-                first = position % page_size
-                count = min(page_size - first, lens[s] - position)
-                cell = np.int64(table[s, position // page_size]) * page_size + first
-                load(keys[cell : cell + count, kv_head], tile, tile_bits)
-                for g in range(groups):
-                    peak = high[g]
-                    for t in range(count):
-                        dot = np.float32(0)
-                        for d in range(dim):
-                            dot += query[s, kv_head * groups + g, d] * tile[t, d]
-                        dot *= scaling
-                        if softcap > 0:
-                            dot = softcap * np.tanh(dot / softcap)
-                        scores[t] = dot
-                        peak = max(peak, dot)
-                    rescale[g] = 1.0
-                    if peak > high[g]:
-                        rescale[g] = np.exp(high[g] - peak) if total[g] > 0 else np.float32(0)
-                        high[g] = peak
-                    for t in range(count):
-                        scores[t] -= peak
-                    exp_in_place(scores[:count], exp_bits)
-                    part = np.float32(0)
-                    for t in range(count):
-                        weights[g, t] = scores[t]
-                        part += scores[t]
-                    total[g] = total[g] * rescale[g] + part
-                load(values[cell : cell + count, kv_head], tile, tile_bits)
-                for g in range(groups):
-                    for d in range(value_dim):
-                        acc[g, d] *= rescale[g]
-                    for t in range(count):
-                        w = weights[g, t]
-                        for d in range(value_dim):
-                            acc[g, d] += w * tile[t, d]
-                position += count
+@numba.njit(parallel=True, fastmath=FAST_MATH, cache=True, nogil=True)
+def _attend(  # type: ignore[no-untyped-def]  # pragma: no cover
+    query, keys, values, table, lows, lens, page_size, scaling, softcap, sinks, out
+):  # fmt: skip
+    num_kv_heads = keys.shape[1]
+    groups = query.shape[1] // num_kv_heads
+    dim, value_dim = keys.shape[2], values.shape[2]
+    for item in numba.prange(query.shape[0] * num_kv_heads):
+        s, kv_head = item // num_kv_heads, item % num_kv_heads
+        tile_bits = np.empty((page_size, max(dim, value_dim)), np.uint32)
+        tile = tile_bits.view(np.float32)
+        scores = np.empty(page_size, np.float32)
+        exp_bits = np.empty(page_size, np.int32)
+        weights = np.empty((groups, page_size), np.float32)
+        rescale = np.empty(groups, np.float32)
+        high = np.full(groups, -np.inf, np.float32)
+        total = np.zeros(groups, np.float32)
+        acc = np.zeros((groups, value_dim), np.float32)
+        position = lows[s]
+        while position < lens[s]:
+            first = position % page_size
+            count = min(page_size - first, lens[s] - position)
+            cell = np.int64(table[s, position // page_size]) * page_size + first
+            _load(keys[cell : cell + count, kv_head], tile, tile_bits)
             for g in range(groups):
-                head = kv_head * groups + g
-                denominator = total[g]
-                if sinks.size:
-                    denominator += np.exp(sinks[head] - high[g])
+                peak = high[g]
+                for t in range(count):
+                    dot = np.float32(0)
+                    for d in range(dim):
+                        dot += query[s, kv_head * groups + g, d] * tile[t, d]
+                    dot *= scaling
+                    if softcap > 0:
+                        dot = softcap * np.tanh(dot / softcap)
+                    scores[t] = dot
+                    peak = max(peak, dot)
+                rescale[g] = 1.0
+                if peak > high[g]:
+                    rescale[g] = np.exp(high[g] - peak) if total[g] > 0 else np.float32(0)
+                    high[g] = peak
+                for t in range(count):
+                    scores[t] -= peak
+                exp_in_place(scores[:count], exp_bits)
+                part = np.float32(0)
+                for t in range(count):
+                    weights[g, t] = scores[t]
+                    part += scores[t]
+                total[g] = total[g] * rescale[g] + part
+            _load(values[cell : cell + count, kv_head], tile, tile_bits)
+            for g in range(groups):
                 for d in range(value_dim):
-                    out[s, head, d] = acc[g, d] / denominator
-
-    return attend
-
-
-_attend_f32 = _make_kernel(_load_f32)
-_attend_bf16 = _make_kernel(_load_bf16)
+                    acc[g, d] *= rescale[g]
+                for t in range(count):
+                    w = weights[g, t]
+                    for d in range(value_dim):
+                        acc[g, d] += w * tile[t, d]
+            position += count
+        for g in range(groups):
+            head = kv_head * groups + g
+            denominator = total[g]
+            if sinks.size:
+                denominator += np.exp(sinks[head] - high[g])
+            for d in range(value_dim):
+                out[s, head, d] = acc[g, d] / denominator

@@ -60,7 +60,8 @@ class GenericRunner:
         """Bytes of parameters and buffers, shared ones once."""
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
         packed: int = sum(module.packed_bytes() for module in self._model.modules() if isinstance(module, PackedLinear))
-        return packed + sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+        sizes: dict[int, int] = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
+        return packed + sum(sizes.values())
 
     def allocate(self, num_pages: int) -> None:
         """Create the KV pool; ``MemoryError`` says what it would have taken."""
