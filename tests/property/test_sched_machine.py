@@ -31,7 +31,7 @@ from common.messages import (
     ToWorker,
     pack_i32,
 )
-from scheduler_proc.fakes import FakeReader, FakeWorker, alone, logprob_of
+from scheduler_proc.fakes import FakeReader, FakeWorker, WorkerCrash, alone, logprob_of
 from scheduler_proc.scheduler import Scheduler
 
 GATEWAY = "gateway-0"
@@ -107,7 +107,7 @@ class Driver:
         old = self.worker
         self.worker = FakeWorker(
             num_pages=old.num_pages, page_size=old.page_size, context_len=200, vocab_size=VOCAB, max_slots=8,
-            generation=self.generations["worker-0"],
+            generation=self.generations["worker-0"], poison=old.poison,
         )  # fmt: skip
         self.to_scheduler.append(self.worker.ready())
 
@@ -119,7 +119,7 @@ class Driver:
                     rid=message.rid, gateway=GATEWAY, attempt=message.attempt + 1, group=message.group,
                     input_ids=message.input_ids, sampling=message.sampling, eos_token_ids=message.eos_token_ids,
                     text=message.text, priority=message.priority, cache_salt=message.cache_salt,
-                    grammar=message.grammar, output_ids=pack_i32(client.ids),
+                    grammar=message.grammar, output_ids=pack_i32(client.ids), deadline=message.deadline,
                 )  # fmt: skip
                 self.to_scheduler.append(client.message)
                 client.stopped_at = -1
@@ -134,14 +134,25 @@ class Driver:
 
     # ------------------------------------------------------------------ clients
 
-    def submit(self, prompt: list[int], max_tokens: int, *, group: str | None = None, salt: str = "", priority: int = 0,
-               logprobs: int | None = None, prompt_logprobs: int | None = None, forced: int = 0) -> str:  # fmt: skip
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        group: str | None = None,
+        salt: str = "",
+        priority: int = 0,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        forced: int = 0,
+        wait_s: float = 0.0,
+    ) -> str:
         rid = f"r{len(self.clients)}"
         grammar = Grammar(kind="regex", text=str(forced)) if forced else None
         message = Tokenized(
             rid=rid, gateway=GATEWAY, group=group, input_ids=pack_i32(prompt), eos_token_ids=(EOS,), text=TextParams(),
             sampling=SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
-            priority=priority, cache_salt=salt, grammar=grammar,
+            priority=priority, cache_salt=salt, grammar=grammar, deadline=self.now + wait_s if wait_s else None,
         )  # fmt: skip
         self.clients[rid] = Client(message, alone(prompt, max_tokens, frozenset({EOS}), VOCAB))
         self.to_scheduler.append(message)
@@ -192,7 +203,10 @@ class Driver:
 
     def work(self) -> None:
         if self.to_worker:
-            self.to_scheduler.extend(self.worker.handle(self.to_worker.popleft()))
+            try:
+                self.to_scheduler.extend(self.worker.handle(self.to_worker.popleft()))
+            except WorkerCrash:
+                self.restart_worker()
 
     def hear(self) -> None:
         """The gateway takes what is new, and checks it against what the request gives alone."""
@@ -214,12 +228,13 @@ class Driver:
     def end(self, rid: str, client: Client, finish: Finish) -> None:
         client.finish = finish
         if finish.reason == "abort":
-            assert client.aborted, rid
+            assert client.aborted or client.message.deadline is not None, rid
         elif finish.reason == "length" and finish.message:
             assert "KV cache" in finish.message
         elif finish.reason == "error":
             # two restarts while it ran alone look like its fault
-            assert finish.error is not None and finish.error.code in ("context_length_exceeded", "worker_crash")
+            allowed = ("context_length_exceeded", "worker_crash", "deadline")
+            assert finish.error is not None and finish.error.code in allowed, finish
         else:
             assert client.ids == client.expected, rid
             assert finish.reason == ("stop" if client.expected[-1:] == [EOS] else "length")
@@ -274,6 +289,8 @@ def submit_something(driver: Driver, rng: random.Random) -> None:
         driver.submit(prompt, max_tokens, forced=rng.randrange(1, 9), logprobs=rng.choice([None, 1]))
     elif kind == 4:
         driver.submit(prompt * 4, rng.choice([1, 60]))
+    elif kind == 5:
+        driver.submit(prompt, max_tokens, wait_s=rng.choice([0.02, 0.2, 1.0]))
     else:
         driver.submit(prompt, max_tokens, salt=salt, priority=priority)
 
@@ -281,7 +298,7 @@ def submit_something(driver: Driver, rng: random.Random) -> None:
 def disturb(driver: Driver, rng: random.Random) -> None:
     """Something that does not happen every day."""
     open_rids = [rid for rid, client in driver.clients.items() if client.finish is None]
-    match rng.randrange(11):
+    match rng.randrange(12):
         case 0 | 1 | 2 if open_rids:
             driver.abort(rng.choice(open_rids))
         case 3 if open_rids:
@@ -298,6 +315,10 @@ def disturb(driver: Driver, rng: random.Random) -> None:
             driver.detokenizer_full = not driver.detokenizer_full
         case 9 | 10:
             driver.fork()
+        case 11 if open_rids:
+            rid = rng.choice(open_rids)
+            prompt_len = len(driver.clients[rid].message.input_ids) // 4
+            driver.worker.poison[rid] = rng.randrange(prompt_len + 8)
         case _:
             pass
 
