@@ -43,7 +43,7 @@ from worker_proc.kernels.cpu.layout import (
 from worker_proc.kernels.cpu.rowwise import block_address
 from worker_proc.kernels.cpu.scalar import f32_pointer, i32_pointer, i64_pointer
 from worker_proc.kernels.cpu.team import next_item
-from worker_proc.kernels.cpu.tiles import STEP_BYTES, V_COLUMN_BYTES
+from worker_proc.kernels.cpu.tiles import PAIR_BYTES, STEP_BYTES, V_COLUMN_BYTES
 
 SCORE_ROW = SEGMENT_TOKENS * 4
 P_ROW = SEGMENT_TOKENS * 2
@@ -96,7 +96,8 @@ def find_blocks(seq: int, segment: int, count: int, head: int, model: Any, layer
 
 def make_segment(kernels: KernelSet) -> Any:
     """``segment(...)``: one segment for an item's rows; leaves (state, o) in scratch."""
-    qk_rows, weigh_rows, softmax_row = kernels.qk_rows, kernels.weigh_rows, kernels.softmax_row
+    qk_rows, weigh_rows, prefetch_lines = kernels.qk_rows, kernels.weigh_rows, kernels.prefetch_lines
+    score_peak, score_powers = kernels.score_peak, kernels.score_powers
 
     @kernels.jit
     def score(rows: int, count: int, head_pad: int, q: int, blocks: Any, scores: int) -> None:
@@ -104,6 +105,8 @@ def make_segment(kernels: KernelSet) -> Any:
         for b in range(0, count, 2):
             k0 = blocks[0, b]
             k1 = blocks[0, b + 1] if b + 1 < count else k0  # an odd last block fills a masked column
+            prefetch_lines(blocks[1, b], head_pad // 2, PAIR_BYTES)
+            prefetch_lines(blocks[1, b + 1] if b + 1 < count else k0, head_pad // 2, PAIR_BYTES)
             r = 0
             while r < rows:
                 out = scores + r * SCORE_ROW + b * 64
@@ -138,10 +141,11 @@ def make_segment(kernels: KernelSet) -> Any:
             lo = max(0, first_visible(position, layer.window) - start)
             hi = max(0, min(SEGMENT_TOKENS, position + 1 - start))
             for r in range(t * group, (t + 1) * group):
-                softmax_row(
-                    own.scores + r * SCORE_ROW, num_blocks, lo, hi, model.score_scale, own.p + r * P_ROW,
-                    own.state + r * 8,
-                )  # fmt: skip
+                score_peak(own.scores + r * SCORE_ROW, num_blocks, lo, hi, own.state + r * 8)
+        for r in range(count * group):
+            score_powers(
+                own.scores + r * SCORE_ROW, num_blocks, model.score_scale, own.p + r * P_ROW, own.state + r * 8
+            )
         weigh(count * group, num_blocks, model.head_pad, own.p, blocks, own.o)
 
     return segment

@@ -67,63 +67,87 @@ def make_epilogue(isa: Isa, mode: str) -> Any:
     return epilogue
 
 
-def make_softmax_row(isa: Isa) -> Any:
-    """``softmax_row(scores, num_vectors, lo, hi, scale, p, state)``: one row of one context segment.
+def _visible(e: VectorEmitter, index: Any, lo: Any, hi: Any) -> Any:
+    """Which of the 16 columns from ``16 * index`` on lie in lo..hi-1."""
+    first = e.splat(e.b.trunc(e.b.mul(index, e.i64(16)), I32), V16I)
+    column = e.b.add(ir.Constant(V16I, list(range(16))), first)
+    low, high = (e.splat(e.b.trunc(bound, I32), V16I) for bound in (lo, hi))
+    return e.b.and_(e.b.icmp_signed(">=", column, low), e.b.icmp_signed("<", column, high))
 
-    Scores (float32, 16 a vector) outside the columns lo..hi-1 are masked to probability exactly 0.
-    Writes bf16 2**(t - max t), t = score * scale, to ``p`` and (max t, sum) to ``state`` (2 floats).
-    ``scale`` includes log2(e). Overwrites the scores. A masked vector more or less changes no bit:
-    it adds exact zeros.
+
+def make_score_peak(isa: Isa) -> Any:
+    """``score_peak(scores, num_vectors, lo, hi, state)``: first pass of the softmax over a segment.
+
+    Writes the largest score of the columns lo..hi-1 to ``state``. Scores (float32, 16 a vector) outside
+    become :data:`MASKED`. Most rows see their whole segment and take the shorter loop.
     """
 
     @intrinsic
-    def softmax_row(tc: Any, scores: Any, num: Any, lo: Any, hi: Any, scale: Any, p: Any, state: Any) -> Any:
+    def score_peak(tc: Any, scores: Any, num: Any, lo: Any, hi: Any, state: Any) -> Any:
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-            scores, num, lo, hi, scale, p, state = args
+            scores, num, lo, hi, state = args
             e = VectorEmitter(b, isa)
-            bounds = [e.splat(b.trunc(v, I32), V16I) for v in (lo, hi)]
-            factor = e.splat(scale)
-            lanes = ir.Constant(V16I, list(range(16)))
+            best = cgutils.alloca_once(b, V16F)
+            b.store(e.vec(MASKED), best)
+            covered = b.icmp_signed(">=", hi, b.mul(num, e.i64(16)))
+            everything = b.and_(b.icmp_signed("<=", lo, e.i64(0)), covered)
+            for masked, branch in ((False, everything), (True, b.not_(everything))):
+                with b.if_then(branch), cgutils.for_range(b, num, intp=I64) as loop:
+                    place = e.at(scores, loop.index, 64)
+                    score = e.load(place, V16F)
+                    if masked:
+                        score = b.select(_visible(e, loop.index, lo, hi), score, e.vec(MASKED))
+                        e.store(score, place)
+                    b.store(e.maximum(score, b.load(best)), best)
+            top = b.load(best)
+            for distance in (8, 4, 2, 1):
+                top = e.maximum(top, e.rotate_lanes(top, distance))
+            e.store(b.extract_element(top, ir.Constant(I32, 0)), state)
+            return ctx.get_dummy_value()
 
-            def visible(index: Any) -> Any:
-                column = b.add(lanes, e.splat(b.trunc(b.mul(index, e.i64(16)), I32), V16I))
-                above = b.icmp_signed(">=", column, bounds[0])
-                return b.and_(above, b.icmp_signed("<", column, bounds[1]))
+        return types.void(*(types.int64,) * 5), emit
 
-            top = cgutils.alloca_once(b, V16F)
-            b.store(e.vec(MASKED), top)
-            with cgutils.for_range(b, num, intp=I64) as loop:
-                place = e.at(scores, loop.index, 64)
-                t = b.fmul(e.load(place, V16F), factor)
-                t = b.select(visible(loop.index), t, e.vec(MASKED))
-                e.store(t, place)
-                b.store(e.maximum(t, b.load(top)), top)
-            peak = e.call("llvm.vector.reduce.fmax.v16f32", F32, b.load(top))
+    return score_peak
+
+
+def make_score_powers(isa: Isa) -> Any:
+    """``score_powers(scores, num_vectors, scale, p, state)``: second pass, after :func:`make_score_peak`.
+
+    Writes bf16 2**((score - peak) * scale) to ``p``, exactly 0 where masked, and (peak * scale, sum) to
+    ``state``. ``scale`` is positive and includes log2(e). A masked vector more or less changes no bit: it
+    adds exact zeros. The passes are apart so that rows overlap in the processor: a row's peak, its
+    powers and its sum wait for each other, different rows do not. (One function took twice as long.)
+    """
+
+    @intrinsic
+    def score_powers(tc: Any, scores: Any, num: Any, scale: Any, p: Any, state: Any) -> Any:
+        def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            scores, num, scale, p, state = args
+            e = VectorEmitter(b, isa)
+            peak = b.fmul(e.load(state, F32), scale)
             e.store(peak, state)
-            peaks = e.splat(peak)
+            offset, factor = b.fneg(e.splat(peak)), e.splat(scale)
             total = cgutils.alloca_once(b, V16F)
             b.store(e.zero(), total)
             with cgutils.for_range(b, num, intp=I64) as loop:
-                t = e.load(e.at(scores, loop.index, 64), V16F)
-                power = e.exp2(b.fsub(t, peaks))
-                power = b.select(b.fcmp_ordered(">", t, e.vec(MASKED)), power, e.zero())
+                score = e.load(e.at(scores, loop.index, 64), V16F)
+                power = e.exp2(e.fma(score, factor, offset))
+                power = b.select(b.fcmp_ordered(">", score, e.vec(MASKED)), power, e.zero())
                 b.store(b.fadd(b.load(total), power), total)
                 e.store(e.to_bf16(power), e.at(p, loop.index, 32), align=2)
             e.store(ordered_sum(e, b.load(total)), e.at(state, 4))
             return ctx.get_dummy_value()
 
         i = types.int64
-        return types.void(i, i, i, i, types.float32, i, i), emit
+        return types.void(i, i, types.float32, i, i), emit
 
-    return softmax_row
+    return score_powers
 
 
 def ordered_sum(e: VectorEmitter, v: Any) -> Any:
     """Sum of 16 lanes, halves onto each other: a fixed order on every machine."""
-    undefined = ir.Constant(V16F, ir.Undefined)
     for distance in (8, 4, 2, 1):
-        mask = ir.Constant(V16I, [(lane + distance) % 16 for lane in range(16)])
-        v = e.b.fadd(v, e.b.shuffle_vector(v, undefined, mask))
+        v = e.b.fadd(v, e.rotate_lanes(v, distance))
     return e.b.extract_element(v, ir.Constant(I32, 0))
 
 

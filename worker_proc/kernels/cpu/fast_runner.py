@@ -158,13 +158,17 @@ class CpuFastRunner:
                 raise ValueError(f"page copy {a} -> {b} outside 0..{self._num_pages - 1}")
             pages[:, b] = pages[:, a]
 
-    def profile(self, on: bool) -> dict[str, tuple[float, float]]:
-        """Switch the per-phase cycle count on or off; (work, wait) cycles per thread since it was on."""
+    def profile(self, on: bool) -> dict[str, tuple[float, float, float]]:
+        """Switch the per-phase clocks on or off.
+
+        Returns milliseconds since they were switched on, mean over threads, by phase: processor time of
+        the work, wall time of the work (more, when cores were lent to other processes), waiting.
+        """
         found = {}
         if self._profile is not None:
-            mean = self._profile.mean(axis=0)
-            found = {name: (float(w), float(b)) for name, (w, b) in zip(PHASES, mean, strict=True)}
-        self._profile = np.zeros((self.num_threads, len(PHASES), 2), np.int64) if on else None
+            mean = self._profile.mean(axis=0) / 1e6
+            found = {name: (float(c), float(w), float(b)) for name, (c, w, b) in zip(PHASES, mean, strict=False)}
+        self._profile = np.zeros((self.num_threads, len(PHASES) + 1, 3), np.int64) if on else None
         self._workspace.steps[0]["profile"] = 0 if self._profile is None else self._profile.ctypes.data
         return found
 

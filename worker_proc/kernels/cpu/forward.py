@@ -28,10 +28,10 @@ from worker_proc.kernels.cpu.attention import make_attention
 from worker_proc.kernels.cpu.attention_plan import plan_attention
 from worker_proc.kernels.cpu.gemm import ADD, GELU, SILU, STORE, make_linear
 from worker_proc.kernels.cpu.isa import Isa
-from worker_proc.kernels.cpu.kernels import KernelSet, build
+from worker_proc.kernels.cpu.kernels import KernelSet, build, jit
 from worker_proc.kernels.cpu.layout import NUM_SPLIT_TOKENS
 from worker_proc.kernels.cpu.rowwise import make_norms, make_rope, make_row_phases
-from worker_proc.kernels.cpu.scalar import cycle_counter, i32_pointer, i64_pointer
+from worker_proc.kernels.cpu.scalar import CLOCK_MONOTONIC, CLOCK_THREAD_CPU, clock_ns, i32_pointer, i64_pointer
 from worker_proc.kernels.cpu.team import begin_phase, make_waiting
 
 PHASES = ("embed", "qkv", "rope", "attend", "join", "o_proj", "mlp_norm", "gate_up", "down", "next_norm",
@@ -58,21 +58,32 @@ def _make_tile_switch(kernels: KernelSet) -> Any:
     return switch
 
 
+@jit
+def start_clocks(profile: int, nt: int, tid: int) -> None:
+    """The profile's clocks start with the step."""
+    book = carray(i64_pointer(profile), (nt, len(PHASES) + 1, 3))
+    book[tid, len(PHASES), 0], book[tid, len(PHASES), 1] = clock_ns(CLOCK_THREAD_CPU), clock_ns(CLOCK_MONOTONIC)
+
+
 def _make_clock(kernels: KernelSet, end_phase: Any) -> Any:
-    """``end_timed``: the barrier; it books the phase's cycles when profiling."""
+    """``end_timed``: the barrier; it books the phase's nanoseconds when profiling.
+
+    Profile: int64 [threads, phases + 1, 3]: processor time of the work, its wall time (more, when the
+    core was lent to another process) and wall time of waiting; the last row keeps the clocks.
+    """
 
     @kernels.jit
-    def end_timed(sync: int, phase: int, nt: int, profile: int, tid: int, column: int, started: int) -> Any:
-        """Profile: int64 [threads, phases, 2], cycles of work and of waiting. Returns (phase, now)."""
+    def end_timed(sync: int, phase: int, nt: int, profile: int, tid: int, column: int) -> Any:
         if profile == 0:
-            return end_phase(sync, phase, nt), started
-        book = carray(i64_pointer(profile), (nt, len(PHASES), 2))
-        worked = cycle_counter()
-        book[tid, column, 0] += worked - started
+            return end_phase(sync, phase, nt)
+        book = carray(i64_pointer(profile), (nt, len(PHASES) + 1, 3))
+        wall, cpu = clock_ns(CLOCK_MONOTONIC), clock_ns(CLOCK_THREAD_CPU)
+        book[tid, column, 0] += cpu - book[tid, len(PHASES), 0]
+        book[tid, column, 1] += wall - book[tid, len(PHASES), 1]
         phase = end_phase(sync, phase, nt)
-        now = cycle_counter()
-        book[tid, column, 1] += now - worked
-        return phase, now
+        book[tid, len(PHASES), 0], book[tid, len(PHASES), 1] = clock_ns(CLOCK_THREAD_CPU), clock_ns(CLOCK_MONOTONIC)
+        book[tid, column, 2] += book[tid, len(PHASES), 1] - wall
+        return phase
 
     return end_timed
 
@@ -85,7 +96,7 @@ def _make_attention_half(parts: _Parts) -> Any:
 
     @kernels.jit
     def attention_half(
-        tid: int, nt: int, sync: int, phase: int, now: int, model: Any, layer: Any, step: Any, own: Any
+        tid: int, nt: int, sync: int, phase: int, model: Any, layer: Any, step: Any, own: Any
     ) -> Any:
         columns = (model.num_heads + 2 * model.num_kv_heads) * model.head_pad
         counters = begin_phase(sync, phase, tid, nt)
@@ -93,28 +104,28 @@ def _make_attention_half(parts: _Parts) -> Any:
             STORE, tid, nt, counters, step.xn, step.xn_stride, step.num_tokens, step.row_block, layer.qkv_w,
             layer.qkv_b, columns // 32, model.hidden_pad // 32, step.qkv, step.qkv_stride, own.sums,
         )  # fmt: skip
-        phase, now = end_timed(sync, phase, nt, step.profile, tid, QKV, now)
+        phase = end_timed(sync, phase, nt, step.profile, tid, QKV)
         counters = begin_phase(sync, phase, tid, nt)
-        rope(tid, nt, counters, model, layer, step)
-        phase, now = end_timed(sync, phase, nt, step.profile, tid, ROPE, now)
+        rope(tid, nt, counters, model, layer, step, own)
+        phase = end_timed(sync, phase, nt, step.profile, tid, ROPE)
         counters = begin_phase(sync, phase, tid, nt)
         switch(model.tiles_attention)
         attend(tid, nt, counters, model, layer, step, own)
         switch(model.tiles_gemm)
-        phase, now = end_timed(sync, phase, nt, step.profile, tid, ATTEND, now)
+        phase = end_timed(sync, phase, nt, step.profile, tid, ATTEND)
         if carray(i32_pointer(step.counts), (2,))[NUM_SPLIT_TOKENS] > 0:
             counters = begin_phase(sync, phase, tid, nt)
             join(tid, nt, counters, model, layer, step, own)
-            phase, now = end_timed(sync, phase, nt, step.profile, tid, JOIN, now)
+            phase = end_timed(sync, phase, nt, step.profile, tid, JOIN)
         counters = begin_phase(sync, phase, tid, nt)
         residual(
             tid, nt, counters, step.att, step.q_stride, step.row_block, layer.o_w, layer.o_b,
             model.num_heads * model.head_pad, layer.attn_post_norm, model, step, own.sums,
         )  # fmt: skip
-        phase, now = end_timed(sync, phase, nt, step.profile, tid, O_PROJ, now)
+        phase = end_timed(sync, phase, nt, step.profile, tid, O_PROJ)
         counters = begin_phase(sync, phase, tid, nt)
         next_norm(tid, nt, counters, layer.attn_post_norm, layer.mlp_norm, model, step)
-        return end_timed(sync, phase, nt, step.profile, tid, MLP_NORM, now)
+        return end_timed(sync, phase, nt, step.profile, tid, MLP_NORM)
 
     return attention_half
 
@@ -126,7 +137,7 @@ def _make_mlp_half(parts: _Parts) -> Any:
 
     @kernels.jit
     def mlp_half(
-        tid: int, nt: int, sync: int, phase: int, now: int, norm: int, model: Any, layer: Any, step: Any, own: Any
+        tid: int, nt: int, sync: int, phase: int, norm: int, model: Any, layer: Any, step: Any, own: Any
     ) -> Any:
         counters = begin_phase(sync, phase, tid, nt)
         linear(
@@ -134,18 +145,18 @@ def _make_mlp_half(parts: _Parts) -> Any:
             step.row_block, layer.gate_up_w, layer.gate_up_b, model.inner_pad // 16, model.hidden_pad // 32,
             step.mlp, step.mlp_stride, own.sums,
         )  # fmt: skip
-        phase, now = end_timed(sync, phase, nt, step.profile, tid, GATE_UP, now)
+        phase = end_timed(sync, phase, nt, step.profile, tid, GATE_UP)
         counters = begin_phase(sync, phase, tid, nt)
         residual(
             tid, nt, counters, step.mlp, step.mlp_stride, step.inner_row_block, layer.down_w, layer.down_b,
             model.inner_pad, layer.mlp_post_norm, model, step, own.sums,
         )  # fmt: skip
-        phase, now = end_timed(sync, phase, nt, step.profile, tid, DOWN, now)
+        phase = end_timed(sync, phase, nt, step.profile, tid, DOWN)
         if norm == 0 and layer.mlp_post_norm == 0:
-            return phase, now
+            return phase
         counters = begin_phase(sync, phase, tid, nt)
         next_norm(tid, nt, counters, layer.mlp_post_norm, norm, model, step)
-        return end_timed(sync, phase, nt, step.profile, tid, NEXT_NORM, now)
+        return end_timed(sync, phase, nt, step.profile, tid, NEXT_NORM)
 
     return mlp_half
 
@@ -156,16 +167,16 @@ def _make_head(parts: _Parts) -> Any:
     linear, end_timed, final_norm = parts.linear, parts.end_timed, parts.final_norm
 
     @kernels.jit
-    def head(tid: int, nt: int, sync: int, phase: int, now: int, model: Any, step: Any, own: Any) -> Any:
+    def head(tid: int, nt: int, sync: int, phase: int, model: Any, step: Any, own: Any) -> Any:
         counters = begin_phase(sync, phase, tid, nt)
         final_norm(tid, nt, counters, model, step)
-        phase, now = end_timed(sync, phase, nt, step.profile, tid, FINAL_NORM, now)
+        phase = end_timed(sync, phase, nt, step.profile, tid, FINAL_NORM)
         counters = begin_phase(sync, phase, tid, nt)
         linear(
             STORE, tid, nt, counters, step.xn, step.xn_stride, step.num_logits, step.row_block, model.head_w,
             model.head_b, model.vocab_pad // 32, model.hidden_pad // 32, step.logits, model.vocab_pad * 4, own.sums,
         )  # fmt: skip
-        return end_timed(sync, phase, nt, step.profile, tid, LM_HEAD, now)
+        return end_timed(sync, phase, nt, step.profile, tid, LM_HEAD)
 
     return head
 
@@ -252,7 +263,8 @@ def make_forward(isa: Isa) -> Any:
                 start_step(sync)
                 if tid < 0:
                     return phase
-            now = cycle_counter()
+            if step.profile != 0:
+                start_clocks(step.profile, nt, tid)
             # After the last barrier the caller may already write the next step's record: read it before.
             num_logits = step.num_logits
             switch(model.tiles_gemm)
@@ -260,14 +272,14 @@ def make_forward(isa: Isa) -> Any:
             if tid == 0:
                 plan_attention(model, step)
             embed(tid, nt, counters, layers[0].attn_norm, model, step)
-            phase, now = end_timed(sync, phase, nt, step.profile, tid, EMBED, now)
+            phase = end_timed(sync, phase, nt, step.profile, tid, EMBED)
             for index in range(model.num_layers):
                 layer = layers[index]
-                phase, now = attention_half(tid, nt, sync, phase, now, model, layer, step, own)
+                phase = attention_half(tid, nt, sync, phase, model, layer, step, own)
                 norm = layers[index + 1].attn_norm if index + 1 < model.num_layers else 0
-                phase, now = mlp_half(tid, nt, sync, phase, now, norm, model, layer, step, own)
+                phase = mlp_half(tid, nt, sync, phase, norm, model, layer, step, own)
             if num_logits > 0:
-                phase, now = head(tid, nt, sync, phase, now, model, step, own)
+                phase = head(tid, nt, sync, phase, model, step, own)
             switch(0)
             if not stay:
                 return phase

@@ -72,12 +72,16 @@ class KernelSet:
     weigh_rows: Kernel
     """(n, p, ldp, blocks, num_blocks, offset, out, ldo) -> rows done."""
     epilogues: dict[str, Kernel]
-    softmax_row: Kernel
+    score_peak: Kernel
+    score_powers: Kernel
     merge_row: Kernel
     finish_row: Kernel
     sum_squares: Kernel
     scale_to_bf16: Kernel
     scale_add: Kernel
+    rotate_to_bf16: Kernel
+    store_value: Kernel
+    prefetch_lines: Kernel
     configure_tiles: Kernel | None
     """AMX only: (address of a tile configuration, or 0)."""
     pause: Kernel
@@ -167,12 +171,16 @@ def build(isa: Isa) -> KernelSet:
         qk_rows=qk_rows,
         weigh_rows=weigh_rows,
         epilogues={mode: epilogue.make_epilogue(isa, mode) for mode in epilogue.MODES},
-        softmax_row=epilogue.make_softmax_row(isa),
+        score_peak=epilogue.make_score_peak(isa),
+        score_powers=epilogue.make_score_powers(isa),
         merge_row=epilogue.make_merge_row(isa),
         finish_row=epilogue.make_finish_row(isa),
         sum_squares=rows.make_sum_squares(isa),
         scale_to_bf16=rows.make_scale_to_bf16(isa),
         scale_add=rows.make_scale_add(isa),
+        rotate_to_bf16=rows.make_rotate_to_bf16(isa),
+        store_value=rows.make_store_value(isa),
+        prefetch_lines=rows.make_prefetch_lines(isa),
         configure_tiles=tiles.make_tile_configure() if isa.dot == "amx" else None,
         pause=scalar.make_pause(machine),
         futex=scalar.make_futex(machine),

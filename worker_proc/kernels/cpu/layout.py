@@ -2,7 +2,8 @@
 
 Padding: every width is rounded up to 32 (a tile's depth, and a panel's width) and the padding is
 zero in weights and norms, so it stays zero in activations and no kernel has a tail. A head is
-padded on its own, so that heads stay separate columns.
+padded on its own, so that heads stay separate columns; in q and k, each of its halves (to 16), which
+are the partners of the rotary embedding.
 
 KV pool: ``[layer][page][K heads | V heads][page_size / 16]`` blocks of 16 tokens, each
 ``head_pad * 32`` bytes, in the form the tiles multiply (``tiles.py``):
@@ -101,7 +102,7 @@ LAYER = np.dtype(
     ],
     align=True,
 )
-"""Addresses, 0 where a model has no such part. ``rope``: float32 [positions, 2, head_dim / 2], cosines
+"""Addresses, 0 where a model has no such part. ``rope``: float32 [positions, 2, head_pad / 2], cosines
 then sines; ``window``: how many positions a token sees, itself included, 0 for all; ``kv``: the
 layer's pages."""
 

@@ -12,14 +12,17 @@ from numpy.typing import NDArray
 from worker_proc.kernels.cpu.arch import Decoder, Layer
 from worker_proc.kernels.cpu.isa import Isa
 from worker_proc.kernels.cpu.layout import LAYER, MODEL, pad32
-from worker_proc.kernels.cpu.packing import Arena, interleave_gate_up, pack_panels, pad_heads, padded
+from worker_proc.kernels.cpu.packing import Arena, interleave_gate_up, pack_panels, pad_halves, pad_heads, padded
 from worker_proc.kernels.cpu.tiles import tile_config
 
 
 def _positions_table(frequencies: NDArray[np.float32], scaling: float, count: int) -> NDArray[np.float32]:
-    """[count, 2, head_dim / 2] cosines and sines, in float32 as transformers computes them."""
+    """[count, 2, half] cosines and sines, in float32 as transformers computes them; half padded to 16."""
     angles = np.outer(np.arange(count, dtype=np.float32), frequencies)
-    return np.stack([np.cos(angles) * np.float32(scaling), np.sin(angles) * np.float32(scaling)], axis=1)
+    table = np.zeros((count, 2, -(-len(frequencies) // 16) * 16), np.float32)
+    for place, function in enumerate((np.cos, np.sin)):
+        table[:, place, : len(frequencies)] = function(angles) * np.float32(scaling)
+    return table
 
 
 def _vector(values: torch.Tensor, size: int) -> NDArray[np.float32]:
@@ -83,10 +86,11 @@ class ModelImage:
         d = self.decoder
         heads = [(layer.q, d.num_heads), (layer.k, d.num_kv_heads), (layer.v, d.num_kv_heads)]
         columns = (d.num_heads + 2 * d.num_kv_heads) * self.head_pad
-        qkv = torch.cat([pad_heads(m.weight.detach(), n, d.head_dim) for m, n in heads])
+        pads = (pad_halves, pad_halves, pad_heads)
+        qkv = torch.cat([pad(m.weight.detach(), n, d.head_dim) for (m, n), pad in zip(heads, pads, strict=True)])
         record["qkv_w"] = self._weights(qkv, columns, self.hidden_pad)
         if layer.q.bias is not None:
-            biases = [pad_heads(m.bias.detach(), n, d.head_dim) for m, n in heads]
+            biases = [pad(m.bias.detach(), n, d.head_dim) for (m, n), pad in zip(heads, pads, strict=True)]
             record["qkv_b"] = self._bias(torch.cat(biases), columns)
         # Attention's output has padded heads, so its weight has zero columns there.
         o = pad_heads(layer.o.weight.detach().T.contiguous(), d.num_heads, d.head_dim).T
@@ -102,7 +106,9 @@ class ModelImage:
         for name in ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm"):
             record[name] = self._norm(getattr(layer, name), self.hidden_pad)
         for name in ("q_norm", "k_norm"):
-            record[name] = self._norm(getattr(layer, name), self.head_pad)
+            weight = getattr(layer, name)
+            halves = None if weight is None else pad_halves(weight, 1, d.head_dim)
+            record[name] = self._norm(halves, self.head_pad)
         record["window"] = layer.window
 
     def _fill_model(self, page_size: int, isa: Isa) -> None:

@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from worker_proc.kernels.cpu.layout import pad32
-
 HUGE_PAGE = 1 << 21
 
 
@@ -64,14 +62,23 @@ def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.stack(parts, 1).reshape(2 * size, *gate.shape[1:])
 
 
-def pad_heads(weight: torch.Tensor, num_heads: int, head_dim: int) -> torch.Tensor:
-    """[heads * head_dim, ...] with each head padded to a multiple of 32 rows."""
-    head_pad = pad32(head_dim)
+def pad_heads(weight: torch.Tensor, num_heads: int, head_dim: int, multiple: int = 32) -> torch.Tensor:
+    """[heads * head_dim, ...] with each head padded to a multiple of 32 rows (or another)."""
+    head_pad = -(-head_dim // multiple) * multiple
     if head_pad == head_dim:
         return weight
     out = weight.new_zeros((num_heads, head_pad, *weight.shape[1:]))
     out[:, :head_dim] = weight.view(num_heads, head_dim, *weight.shape[1:])
     return out.view(num_heads * head_pad, *weight.shape[1:])
+
+
+def pad_halves(weight: torch.Tensor, num_heads: int, head_dim: int) -> torch.Tensor:
+    """As :func:`pad_heads`, for queries and keys: each half of a head is padded to a multiple of 16.
+
+    The rotary embedding pairs column i with i + head_dim / 2; so both are whole vectors. Queries and
+    keys are permuted alike, which leaves their products as they are.
+    """
+    return pad_heads(weight, 2 * num_heads, head_dim // 2, 16)
 
 
 class Arena:

@@ -1,4 +1,4 @@
-"""Vector loops over one row of float32: the parts of RMS norms.
+"""Vector loops over one row of float32: the parts of RMS norms, of rotary embedding and of K and V writes.
 
 Rows are padded with zeros to a multiple of 32 (see ``layout.py``), so there is no tail. The sum of
 squares runs in two accumulators in a fixed order: the same for every row, wherever it is called.
@@ -15,7 +15,8 @@ from numba.extending import intrinsic
 
 from worker_proc.kernels.cpu.epilogue import ordered_sum
 from worker_proc.kernels.cpu.isa import Isa
-from worker_proc.kernels.cpu.vector_ir import I64, V16F, VectorEmitter
+from worker_proc.kernels.cpu.tiles import V_COLUMN_BYTES
+from worker_proc.kernels.cpu.vector_ir import I16, I32, I64, V16F, V16H, VectorEmitter
 
 
 def make_sum_squares(isa: Isa) -> Any:
@@ -86,3 +87,80 @@ def make_scale_add(isa: Isa) -> Any:
         return types.void(i, types.float32, i, i, i, i), emit
 
     return scale_add
+
+
+def make_rotate_to_bf16(isa: Isa) -> Any:
+    """``rotate_to_bf16(x, table, half, out)``: rotary embedding of one head, rounded to bf16.
+
+    A head's two halves are padded apart (``half`` floats each, a multiple of 16), so that the pairs
+    (i, half + i) are whole vectors. ``table``: ``half`` cosines, then ``half`` sines.
+    """
+
+    @intrinsic
+    def rotate_to_bf16(tc: Any, x: Any, table: Any, half: Any, out: Any) -> Any:
+        def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            x, table, half, out = args
+            e = VectorEmitter(b, isa)
+            second = b.mul(half, e.i64(4))
+            with cgutils.for_range(b, b.lshr(half, e.i64(4)), intp=I64) as loop:
+                at = b.mul(loop.index, e.i64(64))
+                first, other = (e.load(b.add(base, at), V16F) for base in (x, b.add(x, second)))
+                cos, sin = (e.load(b.add(base, at), V16F) for base in (table, b.add(table, second)))
+                turned = b.fsub(b.fmul(first, cos), b.fmul(other, sin))
+                target = e.at(out, loop.index, 32)
+                e.store(e.to_bf16(turned), target, align=2)
+                turned = b.fadd(b.fmul(other, cos), b.fmul(first, sin))
+                e.store(e.to_bf16(turned), b.add(target, b.mul(half, e.i64(2))), align=2)
+            return ctx.get_dummy_value()
+
+        return types.void(*(types.int64,) * 4), emit
+
+    return rotate_to_bf16
+
+
+def make_store_value(isa: Isa) -> Any:
+    """``store_value(x, columns, line, odd)``: one token's value into the lines of its pair in a V block.
+
+    ``line``: address of the pair's 64 bytes in the first column block; ``odd``: the token is the second
+    of the pair. The store leaves the other token's bytes alone: another thread may be writing them.
+    """
+    pairs = ir.VectorType(I16, 32)
+    lanes = ir.VectorType(ir.IntType(1), 32)
+
+    @intrinsic
+    def store_value(tc: Any, x: Any, columns: Any, line: Any, odd: Any) -> Any:
+        def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            x, columns, line, odd = args
+            e = VectorEmitter(b, isa)
+            twice = ir.Constant(ir.VectorType(I32, 32), [lane // 2 for lane in range(32)])
+            masks = [ir.Constant(lanes, [(lane % 2 == parity) for lane in range(32)]) for parity in (0, 1)]
+            mask = b.select(b.icmp_signed("!=", odd, e.i64(0)), masks[1], masks[0])
+            with cgutils.for_range(b, columns, intp=I64) as loop:
+                value = e.to_bf16(e.load(e.at(x, loop.index, 64), V16F))
+                value = b.shuffle_vector(value, ir.Constant(V16H, ir.Undefined), twice)
+                target = b.inttoptr(e.at(line, loop.index, V_COLUMN_BYTES), pairs.as_pointer())
+                kind = ir.FunctionType(ir.VoidType(), [pairs, pairs.as_pointer(), I32, lanes])
+                store = cgutils.get_or_insert_function(b.module, kind, "llvm.masked.store.v32i16.p0")
+                b.call(store, [value, target, ir.Constant(I32, 2), mask])
+            return ctx.get_dummy_value()
+
+        return types.void(*(types.int64,) * 4), emit
+
+    return store_value
+
+
+def make_prefetch_lines(isa: Isa) -> Any:
+    """``prefetch_lines(address, count, stride)``: ask for ``count`` cache lines, into L2."""
+
+    @intrinsic
+    def prefetch_lines(tc: Any, address: Any, count: Any, stride: Any) -> Any:
+        def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            address, count, stride = args
+            e = VectorEmitter(b, isa)
+            with cgutils.for_range(b, count, intp=I64) as loop:
+                e.prefetch(b.add(address, b.mul(loop.index, stride)), locality=2)
+            return ctx.get_dummy_value()
+
+        return types.void(*(types.int64,) * 3), emit
+
+    return prefetch_lines

@@ -10,8 +10,9 @@ from numba import carray
 
 from worker_proc.kernels.cpu.kernels import KernelSet, jit
 from worker_proc.kernels.cpu.layout import BLOCK_TOKENS
-from worker_proc.kernels.cpu.scalar import bf16_to_f32, f32_pointer, f32_to_bf16, i32_pointer, u16_pointer
+from worker_proc.kernels.cpu.scalar import bf16_to_f32, f32_pointer, i32_pointer, u16_pointer
 from worker_proc.kernels.cpu.team import next_item
+from worker_proc.kernels.cpu.tiles import PAIR_BYTES, V_COLUMN_BYTES
 
 ROWS_PER_ITEM = 4
 
@@ -50,34 +51,12 @@ def make_norms(kernels: KernelSet) -> tuple[Any, Any]:
 
 
 @jit
-def rotate(x: int, table: int, half: int) -> None:
-    """Rotary embedding of one head in place: pairs (i, i + half), cosines then sines in ``table``."""
-    v = carray(f32_pointer(x), (2 * half,))
-    trig = carray(f32_pointer(table), (2 * half,))
-    for i in range(half):
-        a, b, c, s = v[i], v[half + i], trig[i], trig[half + i]
-        v[i] = a * c - b * s
-        v[half + i] = b * c + a * s
-
-
-@jit
 def write_key(k: int, block: int, slot: int, head_pad: int) -> None:
-    """Round a head's key to bf16 and put it into column ``slot`` of a K block."""
-    v = carray(f32_pointer(k), (head_pad,))
+    """Put a head's key (bf16) into column ``slot`` of a K block."""
+    pairs = carray(i32_pointer(k), (head_pad // 2,))
     out = carray(i32_pointer(block), (head_pad // 2, BLOCK_TOKENS))
     for i in range(head_pad // 2):
-        low, high = np.int32(f32_to_bf16(v[2 * i])), np.int32(f32_to_bf16(v[2 * i + 1]))
-        out[i, slot] = low | (high << np.int32(16))
-
-
-@jit
-def write_value(v: int, block: int, slot: int, head_pad: int) -> None:
-    """Round a head's value to bf16 and put it into token ``slot`` of a V block."""
-    x = carray(f32_pointer(v), (head_pad // 16, 16))
-    out = carray(u16_pointer(block), (head_pad // 16, BLOCK_TOKENS // 2, 16, 2))
-    for column in range(head_pad // 16):
-        for lane in range(16):
-            out[column, slot // 2, lane, slot % 2] = f32_to_bf16(x[column, lane])
+        out[i, slot] = pairs[i]
 
 
 @jit
@@ -99,54 +78,60 @@ def block_address(kv: int, page: int, offset: int, head: int, model: Any) -> Any
 
 
 def make_rope(kernels: KernelSet, normed_row: Any) -> Any:
-    """``rope(tid, nt, counters, model, layer, step)``: q to bf16, K and V to pages, for all tokens."""
+    """``rope(tid, nt, counters, model, layer, step, own)``: q to bf16, K and V to pages, for all tokens."""
+
+    rotate_to_bf16, store_value, prefetch_lines = kernels.rotate_to_bf16, kernels.store_value, kernels.prefetch_lines
 
     @kernels.jit
-    def prepare(x: int, norm: int, table: int, model: Any) -> None:
+    def prepare(x: int, norm: int, table: int, model: Any, out: int) -> None:
         if norm != 0:
             normed_row(x, norm, model.head_dim, model.head_pad, model.norm_eps, x, 0)
-        rotate(x, table, model.head_dim // 2)
+        rotate_to_bf16(x, table, model.head_pad // 2, out)
 
     @kernels.jit
-    def queries(qkv: int, q: int, norm: int, table: int, model: Any) -> None:
-        for head in range(model.num_heads):
-            x = qkv + head * model.head_pad * 4
-            prepare(x, norm, table, model)
-            v = carray(f32_pointer(x), (model.head_pad,))
-            out = carray(u16_pointer(q + head * model.head_pad * 2), (model.head_pad,))
-            for i in range(model.head_pad):
-                out[i] = f32_to_bf16(v[i])
-
-    @kernels.jit
-    def keys_values(qkv: int, position: int, page: int, clear: bool, table: int, model: Any, layer: Any) -> None:
-        offset = position % model.page_size
-        slot = offset % BLOCK_TOKENS
+    def prefetch_blocks(block: int, slot: int, model: Any) -> None:
+        """A key touches every line of its block, a value one in each column block: fetch them early."""
         for head in range(model.num_kv_heads):
-            k = qkv + (model.num_heads + head) * model.head_pad * 4
-            prepare(k, layer.k_norm, table, model)
-            block = block_address(layer.kv, page, offset, head, model)
-            write_key(k, block, slot, model.head_pad)
-            v_block = block + model.page_bytes // 2
-            write_value(k + model.num_kv_heads * model.head_pad * 4, v_block, slot, model.head_pad)
+            at = block + head * (model.page_size // BLOCK_TOKENS) * model.head_pad * 32
+            prefetch_lines(at, model.head_pad // 2, PAIR_BYTES)
+            line = at + model.page_bytes // 2 + slot // 2 * PAIR_BYTES
+            prefetch_lines(line, model.head_pad // 16, V_COLUMN_BYTES)
+
+    @kernels.jit
+    def keys_values(qkv: int, block: int, slot: int, clear: bool, table: int, model: Any, layer: Any, key: int) -> None:
+        for head in range(model.num_kv_heads):
+            x = qkv + (model.num_heads + head) * model.head_pad * 4
+            at = block + head * (model.page_size // BLOCK_TOKENS) * model.head_pad * 32
+            prepare(x, layer.k_norm, table, model, key)
+            write_key(key, at, slot, model.head_pad)
+            v_block = at + model.page_bytes // 2
+            value = x + model.num_kv_heads * model.head_pad * 4
+            store_value(value, model.head_pad // 16, v_block + slot // 2 * PAIR_BYTES, slot % 2)
             if clear:
                 clear_values(v_block, slot + 1, model.head_pad)
 
     @kernels.jit
-    def one_token(token: int, model: Any, layer: Any, step: Any) -> None:
+    def one_token(token: int, model: Any, layer: Any, step: Any, own: Any) -> None:
         position = carray(i32_pointer(step.positions), (step.num_tokens,))[token]
         seq = carray(i32_pointer(step.seq_of), (step.num_tokens,))[token]
         starts = carray(i32_pointer(step.query_start), (step.num_seqs + 1,))
         pages = carray(i32_pointer(step.page_table), (step.num_seqs, step.table_width))
+        offset = position % model.page_size
+        slot = offset % BLOCK_TOKENS
+        block = block_address(layer.kv, pages[seq, position // model.page_size], offset, 0, model)
+        prefetch_blocks(block, slot, model)
+        qkv = step.qkv + token * step.qkv_stride
+        table = layer.rope + position * model.head_pad * 4
+        for head in range(model.num_heads):
+            at = head * model.head_pad
+            prepare(qkv + at * 4, layer.q_norm, table, model, step.q + token * step.q_stride + at * 2)
         # The last token of a chunk clears the rest of a block that this step began.
         last = token + 1 == starts[seq + 1]
         clear = last and token - position % BLOCK_TOKENS >= starts[seq]
-        qkv = step.qkv + token * step.qkv_stride
-        table = layer.rope + position * (model.head_dim // 2) * 8
-        queries(qkv, step.q + token * step.q_stride, layer.q_norm, table, model)
-        keys_values(qkv, position, pages[seq, position // model.page_size], clear, table, model, layer)
+        keys_values(qkv, block, slot, clear, table, model, layer, own.q)
 
     @kernels.jit
-    def rope(tid: int, nt: int, counters: int, model: Any, layer: Any, step: Any) -> None:
+    def rope(tid: int, nt: int, counters: int, model: Any, layer: Any, step: Any, own: Any) -> None:
         victim = 0
         items = (step.num_tokens + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM
         while True:
@@ -154,7 +139,7 @@ def make_rope(kernels: KernelSet, normed_row: Any) -> Any:
             if item < 0:
                 break
             for token in range(item * ROWS_PER_ITEM, min(step.num_tokens, (item + 1) * ROWS_PER_ITEM)):
-                one_token(token, model, layer, step)
+                one_token(token, model, layer, step, own)
 
     return rope
 

@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from worker_proc.kernels.cpu.vector_ir import F32, I16, I32, I64, PTR, VOID
+from worker_proc.kernels.cpu.vector_ir import F32, I32, I64, PTR, VOID
 
 
 @intrinsic
@@ -23,19 +23,6 @@ def bf16_to_f32(tc: Any, bits: Any) -> Any:
         return b.bitcast(b.shl(b.zext(args[0], I32), ir.Constant(I32, 16)), F32)
 
     return types.float32(types.uint16), emit
-
-
-@intrinsic
-def f32_to_bf16(tc: Any, value: Any) -> Any:
-    """Round float32 to the nearest even bf16 bits. NaN is not treated apart."""
-
-    def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        u = b.bitcast(args[0], I32)
-        odd = b.and_(b.lshr(u, ir.Constant(I32, 16)), ir.Constant(I32, 1))
-        rounded = b.add(b.add(u, ir.Constant(I32, 0x7FFF)), odd)
-        return b.trunc(b.lshr(rounded, ir.Constant(I32, 16)), I16)
-
-    return types.uint16(types.float32), emit
 
 
 def _pointer_intrinsic(element: Any) -> Any:
@@ -92,15 +79,23 @@ def atomic_store(tc: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), emit
 
 
+CLOCK_MONOTONIC, CLOCK_THREAD_CPU = 1, 3
+"""Linux's clocks: time, and processor time of the calling thread."""
+
+
 @intrinsic
-def cycle_counter(tc: Any) -> Any:
-    """The processor's cycle counter."""
+def clock_ns(tc: Any, clock: Any) -> Any:
+    """Nanoseconds of a Linux clock, by libc's ``clock_gettime``."""
 
     def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        fn = cgutils.get_or_insert_function(b.module, ir.FunctionType(I64, []), "llvm.readcyclecounter")
-        return b.call(fn, [])
+        pair = cgutils.alloca_once(b, ir.ArrayType(I64, 2))
+        fn = cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, [I32, PTR]), "clock_gettime")
+        b.call(fn, [b.trunc(args[0], I32), b.bitcast(pair, PTR)])
+        value = b.load(pair)
+        seconds, rest = (b.extract_value(value, k) for k in range(2))
+        return b.add(b.mul(seconds, ir.Constant(I64, 1_000_000_000)), rest)
 
-    return types.int64(), emit
+    return types.int64(types.int64), emit
 
 
 def make_pause(machine: str) -> Any:

@@ -104,6 +104,11 @@ class VectorEmitter:
         first = self.b.insert_element(undefined, scalar, ir.Constant(I32, 0))
         return self.b.shuffle_vector(first, undefined, ir.Constant(V16I, [0] * LANES))
 
+    def rotate_lanes(self, v: Any, distance: int) -> Any:
+        """Lane i of the result is lane (i + distance) modulo 16."""
+        mask = ir.Constant(V16I, [(lane + distance) % LANES for lane in range(LANES)])
+        return self.b.shuffle_vector(v, ir.Constant(V16F, ir.Undefined), mask)
+
     # ---- arithmetic
 
     def fma(self, x: Any, y: Any, z: Any) -> Any:
@@ -114,27 +119,31 @@ class VectorEmitter:
         """The larger of two, lane by lane."""
         return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
 
-    def exp2(self, x: Any) -> Any:
-        """2**x; relative error below 3e-6, exp2(0) exactly 1.
+    def minimum(self, x: Any, y: Any) -> Any:
+        """The smaller of two, lane by lane."""
+        return self.b.select(self.b.fcmp_ordered("<", x, y), x, y)
 
-        2**n by the exponent bits, 2**f (0 <= f < 1) by a polynomial whose constant term is
-        exactly 1. Were it 0.99999994, a running sum would be rescaled by a factor other than 1
-        whenever a row meets keys it cannot see, and the row's bits would depend on how it was
-        batched. Arguments are clamped to -126 .. 126.
+    def exp2(self, x: Any) -> Any:
+        """2**x for x <= 126; relative error below 3e-7, exp2(0) exactly 1; below -126 it is 2**-126.
+
+        x = n + f with n the nearest integer, found by adding 1.5 * 2**23, whose last bits then are n.
+        2**f (-0.5 <= f <= 0.5) is a polynomial, and n is added to its exponent bits. The constant term is
+        exactly 1: were it 0.99999994, a running sum would be rescaled by a factor other than 1
+        whenever a row meets keys it cannot see, and the row's bits would depend on how it was batched.
         """
-        x = self.maximum(x, self.vec(-126.0))
-        x = self.b.select(self.b.fcmp_ordered("<", x, self.vec(126.0)), x, self.vec(126.0))
-        whole = self.call("llvm.floor.v16f32", V16F, x)
-        part = self.b.fsub(x, whole)
-        p = self.vec(1.8775767e-3)
-        for c in (8.9893397e-3, 5.5826318e-2, 2.4015361e-1, 6.9315308e-1, 1.0):
+        magic = self.vec(12582912.0)
+        shifted = self.b.fadd(self.maximum(x, self.vec(-126.0)), magic)
+        part = self.b.fsub(self.maximum(x, self.vec(-126.0)), self.b.fsub(shifted, magic))
+        p = self.vec(1.326472614891827e-3)
+        for c in (9.671512991189957e-3, 5.550733581185341e-2, 0.24022242426872253, 0.6931470036506653, 1.0):
             p = self.fma(p, part, self.vec(c))
-        exponent = self.b.shl(self.b.add(self.b.fptosi(whole, V16I), self.ivec(127)), self.ivec(23))
-        return self.b.fmul(p, self.b.bitcast(exponent, V16F))
+        exponent = self.b.shl(self.b.bitcast(shifted, V16I), self.ivec(23))
+        return self.b.bitcast(self.b.add(self.b.bitcast(p, V16I), exponent), V16F)
 
     def sigmoid(self, x: Any) -> Any:
         """1 / (1 + e**-x)."""
-        power = self.exp2(self.b.fmul(x, self.vec(-1.4426950408889634)))
+        scaled = self.b.fmul(x, self.vec(-1.4426950408889634))
+        power = self.exp2(self.minimum(scaled, self.vec(126.0)))
         return self.b.fdiv(self.vec(1.0), self.b.fadd(power, self.vec(1.0)))
 
     def to_bf16(self, x: Any) -> Any:
