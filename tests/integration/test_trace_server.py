@@ -1,0 +1,151 @@
+"""A recorded run of a real server with preemptions, aborts and a worker restart: told, drawn, and replayed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pexpect
+import pytest
+
+from common.trace import SchedulerStep
+from tests.integration.server import ROOT, Server, eventually
+from tools.replay.lives import Run, read_lives
+from tools.replay.perfetto import write_perfetto
+from tools.replay.reader import Segment, read_run
+from tools.replay.rerun import rerun
+from tools.replay.timeline import timeline
+from tools.simulate.files import fit_cost, load
+from tools.simulate.workload import WorkloadSpec
+
+pytestmark = pytest.mark.integration
+ANSWERS, ABORTED = 14, 3
+PROMPT = "one two three four five six seven eight nine ten " * 4
+
+
+def ask(url: str, number: int, begun: list[int]) -> int:
+    """A streamed completion; the client of some leaves early. Returns the pieces of text that came."""
+    body = {
+        "model": "tiny", "prompt": PROMPT + str(number), "max_tokens": 150, "ignore_eos": True, "stream": True,
+        "temperature": 0,
+    }  # fmt: skip
+    while True:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=200) as reply:
+            if reply.status_code == 503:  # the worker was killed before this one arrived
+                time.sleep(0.2)
+                continue
+            assert reply.status_code == 200, reply.read()
+            pieces = 0
+            for line in reply.iter_lines():
+                pieces += line.startswith("data: {")
+                if pieces == 1:
+                    begun.append(number)
+                if number < ABORTED and pieces > 5:
+                    break
+            return pieces
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """The trace of the run."""
+    trace = tmp_path_factory.mktemp("trace")
+    server = Server(
+        ["--model", str(tiny_folder), "--served-model-name", "tiny", "--dtype", "float32", "--device", "cpu",
+         "--cpu-threads", "1", "--max-total-tokens", "800", "--schedule-conservativeness", "0.05",
+         "--trace", str(trace)]
+    )  # fmt: skip
+    try:
+        server.wait_ready(250)
+        begun: list[int] = []
+        with ThreadPoolExecutor(ANSWERS) as pool:
+            replies = [pool.submit(ask, server.url, number, begun) for number in range(ANSWERS)]
+            eventually(lambda: len(begun) >= 4, 60, "answers that have begun")
+            server.wait_replaced("worker-0", server.kill("worker-0"), 200)
+            assert all(reply.result() > 0 for reply in replies)
+        assert server.stop() == 0
+    finally:
+        server.close()
+    return trace
+
+
+@pytest.fixture(scope="module")
+def segments(folder: Path) -> list[Segment]:
+    """Its files."""
+    return read_run(folder)
+
+
+@pytest.fixture(scope="module")
+def run(segments: list[Segment]) -> Run:
+    """Its lives."""
+    return read_lives(segments)
+
+
+def test_every_process_recorded(segments: list[Segment]) -> None:
+    names = {(s.start.role, s.start.index, s.start.generation) for s in segments}
+    others = {("gateway", 0, 0), ("tokenizer", 0, 0), ("scheduler", 0, 0), ("detokenizer", 0, 0)}
+    # What the first worker did in the half second before it was killed is lost; that may be all of it.
+    assert names - {("worker", 0, 0)} == others | {("worker", 0, 1)}
+
+
+def test_the_run_replays_to_the_last_decision(segments: list[Segment], run: Run) -> None:
+    preemptions = [stay for life in run.lives.values() for stay in life.stays if stay.why == "preempted"]
+    lost = [stay for life in run.lives.values() for stay in life.stays if stay.why == "worker lost"]
+    assert preemptions and lost and len(run.lost) == 1
+    (report,) = rerun(segments)
+    assert not report.differs, report.words
+    assert report.compared == sum(isinstance(r, SchedulerStep) for s in segments for r in s.records)
+
+
+def test_a_changed_setting_is_pinpointed(segments: list[Segment]) -> None:
+    (report,) = rerun(segments, ["max_running_requests=4"])
+    assert report.differs and report.compared > 3 and "is the first that differs" in report.words
+
+
+def test_every_life_is_whole_from_the_gateway_to_the_gateway(run: Run) -> None:
+    lives = [life for life in run.lives.values() if life.arrivals]
+    assert len(lives) == ANSWERS
+    for life in lives:
+        assert life.arrivals[0].kind == "text" and life.finished is not None
+        assert life.began <= life.queued <= life.stays[0].began <= life.first_token <= life.written
+        text = timeline(run, life)
+        for words in ("received (text)", "tokens handed to the scheduler", "queued", "admitted in step", "prefill of",
+                      "first text", "first content written (TTFT "):  # fmt: skip
+            assert words in text
+        if life.finished.reason == "length":
+            assert sum(num_ids for _, _, num_ids, _ in life.text) >= 150
+    reasons = sorted(life.finished.reason for life in lives if life.finished)
+    assert reasons == ["abort"] * ABORTED + ["length"] * (ANSWERS - ABORTED)
+    assert any("worker lost" in timeline(run, life) for life in lives)
+
+
+def test_perfetto_has_a_track_per_process_and_request(tmp_path: Path, segments: list[Segment], run: Run) -> None:
+    path = tmp_path / "trace.json"
+    assert write_perfetto(path, run, segments) > 500
+    events = json.loads(path.read_text())["traceEvents"]
+    tracks = {e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert set(run.lives) <= tracks and sum(name.startswith("generation 1") for name in tracks) == 1
+    first = min(e["ts"] for e in events if e["ph"] != "M")
+    assert 0 <= first < 1e6 and all(e.get("dur", 0) < 300e6 for e in events)
+
+
+def test_the_simulator_reads_its_requests_and_costs(folder: Path) -> None:
+    workload = load(folder, WorkloadSpec())
+    assert len(workload.requests) == ANSWERS
+    cost, _, steps = fit_cost(folder)
+    assert cost.a + cost.b + cost.c > 0 and steps > 100
+
+
+def test_single_step_mode_drives_the_real_worker(tiny_folder: Path) -> None:
+    arguments = ["-m", "tools.step", "--model", str(tiny_folder), "--requests", "2", "--max-tokens", "6",
+                 "--max-total-tokens", "256", "--no-color", "--keys", "ssse"]  # fmt: skip
+    output, status = pexpect.run(
+        f"{sys.executable} {' '.join(arguments)}", cwd=str(ROOT), timeout=200, withexitstatus=True
+    )
+    text = output.decode()
+    assert status == 0, text
+    assert f"worker process, {tiny_folder.name}" in text and "WAITING 0" in text and "RUNNING 0" in text
+    assert "TREE 0 nodes" not in text, "what was computed stays in the tree"
