@@ -25,6 +25,8 @@ def why_waiting(scheduler: Scheduler, req: Req) -> str:
         return f"prefix: {other.rid} is computing what it shares with it"
     if stuck is not None:
         return f"order: {stuck.rid} is before it and does not fit"
+    if len(pool.in_flight) >= scheduler.batcher.depth and not pool.in_flight[-1].chunks.any():
+        return "turn: enough batches are in flight; the next is decided when one returns"
     return "budget: the prefill tokens of the step went to others, or pages had just run out"
 
 

@@ -98,11 +98,8 @@ class Output:
         else:
             column = table.ids[slots, sent].astype("<i4", copy=False).tobytes()
             pieces = [column[i : i + 4] for i in range(0, len(column), 4)]
-        rows = []
-        for slot, index, piece in zip(slots.tolist(), indexes, pieces, strict=True):
-            req = reqs[slot]
-            rows.append(TokenRow(req.rid, req.attempt, index, piece))  # type: ignore[union-attr]
-        return rows
+        at = zip(map(reqs.__getitem__, slots.tolist()), indexes, pieces, strict=True)
+        return [TokenRow(req.rid, req.attempt, index, piece) for req, index, piece in at if req is not None]
 
     def _loose_row(self, req: Req) -> TokenRow | None:
         """Everything new of one request, its ending included; None when there is nothing."""
