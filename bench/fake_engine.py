@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,6 +119,7 @@ class FakeEngine:
         self._scheduler = self._channels.receiver("scheduler")
         self._gateways: dict[str, Sender] = {}
         self._running: dict[str, _Running] = {}
+        self._backlog: deque[tuple[str, Message]] = deque()
         self._orders: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._ready_message = TokenizerReady(
@@ -194,7 +196,7 @@ class FakeEngine:
             if now >= next_status and not self.silent:
                 next_status = now + 0.2
                 self._status()
-            if self.auto and self._running:
+            if self._caught_up() and self.auto and self._running:
                 self._step()
                 endless = any(running.script.endless for running in self._running.values())
                 if pause := self._step_s or (_ENDLESS_STEP_S if endless else 0.0):
@@ -315,8 +317,17 @@ class FakeEngine:
 
     def _to(self, gateway: str, message: Message) -> None:
         sender = self._gateways.get(gateway)
-        if sender is not None:
-            sender.send(message)
+        if sender is not None and (self._backlog or not sender.send(message)):
+            self._backlog.append((gateway, message))
+
+    def _caught_up(self) -> bool:
+        """Send what met a full channel; whether nothing is left. No step is made before."""
+        while self._backlog:
+            gateway, message = self._backlog[0]
+            if not self._gateways[gateway].send(message):
+                return False
+            self._backlog.popleft()
+        return True
 
 
 def _logprob(piece: str, num_top: int) -> TokenLogprob:
