@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
@@ -9,6 +10,9 @@ import numpy as np
 
 from tools.replay.lives import Life, RowTime, Run, Stay
 
+_LONG_RID = re.compile(r"[\w-]*[0-9a-f]{26}([0-9a-f]{6})")
+_SHORT_RID = r"…\1"
+"""Of other requests: their last six digits."""
 _SLOW = 3.0
 """A step this many times slower than the request's median is told on its own."""
 
@@ -76,9 +80,10 @@ def _events(run: Run, life: Life) -> Iterator[tuple[float, str, str]]:
     yield from _rows(life)
     if life.first_token >= 0:
         yield life.first_token, "scheduler", "first token known"
-    if life.text:
-        at, _, num_ids, num_chars = life.text[0]
-        yield at, "detokenizer", f"first text: {num_ids} ids, {num_chars} characters"
+    if life.text and not life.text[0][2]:
+        yield life.text[0][0], "detokenizer", "told the gateway that it is accepted"
+    if first := next((text for text in life.text if text[2]), None):
+        yield first[0], "detokenizer", f"first text: {first[2]} ids, {first[3]} characters"
     if life.written >= 0:
         since = f" (TTFT {ms(life.written - life.arrivals[0].time)})" if life.arrivals else ""
         yield life.written, "gateway", f"first content written{since}"
@@ -91,7 +96,7 @@ def _events(run: Run, life: Life) -> Iterator[tuple[float, str, str]]:
 def _wait(run: Run, life: Life, start: float, end: float, why: str) -> Iterator[tuple[float, str, str]]:
     again = "" if why == "new" else f" ({why})"
     for a, b, words in waiting_times(run, life, start, end):
-        yield a, "queue", f"waited {ms(b - a)}{again}: {words}"
+        yield a, "queue", f"waited {ms(b - a)}{again}: {_LONG_RID.sub(_SHORT_RID, words)}"
 
 
 def waiting_times(run: Run, life: Life, start: float, end: float) -> list[tuple[float, float, str]]:
