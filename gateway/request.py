@@ -58,6 +58,7 @@ class OpenRequest:
         "internal",
         "last_write",
         "num_gaps",
+        "prompt_logprobs_known",
         "prompt_tokens",
         "text_len",
         "tokenizer",
@@ -85,6 +86,7 @@ class OpenRequest:
         self.ids = bytearray()
         self.text_len = 0
         self.accepted = False
+        self.prompt_logprobs_known = False
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
@@ -144,7 +146,9 @@ class OpenRequest:
             if finish is not None and finish.reason == "stop":
                 finish = Finish(reason="length")
         self.finish = finish
-        prompt_logprobs = row.prompt_logprobs
+        # They come once an attempt, all together, and have no index.
+        prompt_logprobs = [] if self.prompt_logprobs_known else row.prompt_logprobs
+        self.prompt_logprobs_known = self.prompt_logprobs_known or bool(prompt_logprobs)
         if not (text or ids or finish is not None or prompt_logprobs):
             return None
         return Delta(self.choice, text, ids, logprobs, prompt_logprobs, finish)

@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.messages import EngineStatus, Finish, Generate, SamplingParams, TextParams, TextPrompt, TextRow, pack_i32
+from common.messages import (
+    EngineStatus,
+    Finish,
+    Generate,
+    SamplingParams,
+    TextParams,
+    TextPrompt,
+    TextRow,
+    TokenLogprob,
+    pack_i32,
+)
 from gateway.fields import choice_seed
 from gateway.fleet import STALE_S, Fleet, Lost
 from gateway.request import Delta, Exchange, OpenRequest
@@ -56,6 +66,16 @@ def test_first_acceptance_fixes_the_counts() -> None:
     request.apply(TextRow("r", 0, 0, b"", 0, "", accepted=(10, 4)))
     request.apply(TextRow("r", 1, 0, b"", 0, "", accepted=(10, 0)))
     assert (request.prompt_tokens, request.cached_tokens) == (10, 4)
+
+
+def test_prompt_logprobs_that_come_again_are_dropped() -> None:
+    request = record()
+    prompt = [None, TokenLogprob("b", b"b", -0.5, [])]
+    first = request.apply(TextRow("r", 0, 0, pack_i32([5]), 0, "x", (2, 0), prompt_logprobs=prompt))
+    assert first is not None and first.prompt_logprobs == prompt
+    again = request.apply(TextRow("r", 1, 0, pack_i32([5, 6]), 0, "xy", (2, 0), prompt_logprobs=prompt))
+    assert again is not None and (again.text, again.prompt_logprobs) == ("y", [])
+    assert request.apply(TextRow("r", 2, 0, b"", 0, "", (2, 0), prompt_logprobs=prompt)) is None
 
 
 def test_discarded_output_counts_nothing_and_ends_with_length() -> None:
