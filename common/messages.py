@@ -444,6 +444,8 @@ class WorkerControlReply(Message, frozen=True, kw_only=True):
     request_id: str
     ok: bool
     message: str = ""
+    status: int = 500
+    """HTTP status of a refusal; of no meaning with ``ok``."""
 
 
 # --------------------------------------------------------------------------- scheduler -> detokenizer

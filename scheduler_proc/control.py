@@ -69,7 +69,7 @@ class Controls:
         """The worker started or stopped its profiler, or could not."""
         pending = self.profiles.pop(message.request_id, None)
         if pending is not None:
-            self._reply(pending[1], 200 if message.ok else 500, {"message": message.message})
+            self._reply(pending[1], 200 if message.ok else message.status, {"message": message.message})
 
     def settle(self, now: float) -> None:
         """Answer what has become possible, or has waited long enough. Called once a step, after scheduling."""

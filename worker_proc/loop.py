@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from common.channels import Receiver, Sender
+from common.errors import RequestError
 from common.messages import ForwardBatch, Message, Reset, WorkerControl, WorkerControlReply, WorkerReady, unpack_i32
 from common.process import HEARTBEAT_S, ProcessContext
 from common.trace import WorkerStep
@@ -127,7 +128,11 @@ class WorkerLoop:
                 words = self._profiler.start(control.directory)
             else:
                 words = self._profiler.stop()
-        except (OSError, RuntimeError, ValueError) as error:
+        except RequestError as error:
+            return WorkerControlReply(
+                request_id=control.request_id, ok=False, message=str(error), status=error.info.status
+            )
+        except (OSError, RuntimeError) as error:
             return WorkerControlReply(request_id=control.request_id, ok=False, message=str(error))
         return WorkerControlReply(request_id=control.request_id, ok=True, message=words)
 

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common.errors import RequestError
+
 
 class Profiler:
     """At most one profile at a time."""
@@ -16,15 +18,26 @@ class Profiler:
         self._directory = Path()
 
     def start(self, directory: str) -> str:
-        """Begin recording; the trace will be written into ``directory``. ``ValueError`` if one is running."""
+        """Begin recording; the trace will be written into ``directory``, which is made if it is missing.
+
+        Raises:
+            RequestError: 409 when a profile is running, 400 when the directory cannot be used.
+        """
         from torch import profiler
 
         if self._profile is not None:
-            raise ValueError(f"a profile into {self._directory} is already running; stop_profile ends it")
+            words = f"a profile into {self._directory} is already running; stop_profile ends it"
+            raise RequestError(words, status=409, code="profile_running")
         if not directory:
-            raise ValueError("start_profile needs a directory to write the trace into")
+            raise RequestError("start_profile needs a directory to write the trace into", param="output_dir")
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            writable = os.access(directory, os.W_OK | os.X_OK)
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            raise RequestError(f"{directory!r} cannot be used for the trace: {error}", param="output_dir") from None
+        if not writable:
+            raise RequestError(f"{directory!r} cannot be used for the trace: no right to write", param="output_dir")
         self._directory = Path(directory)
-        self._directory.mkdir(parents=True, exist_ok=True)
         activities = [profiler.ProfilerActivity.CPU]
         if profiler.ProfilerActivity.CUDA in profiler.supported_activities():
             activities.append(profiler.ProfilerActivity.CUDA)
@@ -33,9 +46,9 @@ class Profiler:
         return f"profiling into {self._directory}"
 
     def stop(self) -> str:
-        """End recording, write ``worker-<pid>-<time>.json`` and name it. ``ValueError`` if none is running."""
+        """End recording, write ``worker-<pid>-<time>.json`` and name it. ``RequestError`` 409 if none is running."""
         if self._profile is None:
-            raise ValueError("no profile is running; start_profile begins one")
+            raise RequestError("no profile is running; start_profile begins one", status=409, code="no_profile")
         profile, self._profile = self._profile, None
         profile.stop()
         path = self._directory / f"worker-{os.getpid()}-{int(time.time())}.json"

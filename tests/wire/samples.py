@@ -61,7 +61,7 @@ SAMPLES: list[Any] = [
         top_logprobs=[TOP], prompt_logprobs=[m.PromptLogprobs(0, 1, m.pack_f32([-1.0]), [TOP])],
         failures=[m.RowFailure(0, "bad")], started=1.5, forward_s=0.5, sample_s=0.25, idle_s=0.125,
     ),
-    m.WorkerControlReply(request_id="q", ok=True, message="done"),
+    m.WorkerControlReply(request_id="q", ok=False, message="running", status=409),
     m.TokenBatch(
         scheduler_generation=1, step=2,
         begins=[m.BeginOutput("r1", 0, "gateway-0", 3, 2, TEXT, 1, m.pack_i32([1]))],
