@@ -67,7 +67,7 @@ class Stream:
         Ids that are known already are skipped. Returns the stop string that ended the request, if the
         scheduler does not know of its end yet.
         """
-        if row.prompt_logprobs or row.prompt_top_logprobs:
+        if row.prompt_logprobs or self._is_first_of_one_token_prompt(row):
             out.prompt_logprobs = self._prompt_logprobs(row)
         skip = self.num_ids - row.index
         if skip < 0:
@@ -195,6 +195,10 @@ class Stream:
             for other, value in zip(unpack_i32(top.ids).tolist(), unpack_f32(top.logprobs).tolist(), strict=True):
                 likely.append((*show(other), value))
         return TokenLogprob(*show(token_id), logprob, likely)
+
+    def _is_first_of_one_token_prompt(self, row: TokenRow) -> bool:
+        """The scheduler has no values to send then, but the prompt's only token is to be shown all the same."""
+        return len(self.begin.prompt_ids) == 4 and row.index == 0 and self.num_ids == 0
 
     def _prompt_logprobs(self, row: TokenRow) -> list[TokenLogprob | None]:
         """One entry per prompt token; the first has no distribution before it."""

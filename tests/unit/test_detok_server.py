@@ -426,6 +426,14 @@ def test_logprobs_travel_with_their_ids(bench: Bench) -> None:
     assert reader.logprobs[1].top == [("a", b"a", -0.5)]
 
 
+def test_a_prompt_of_one_token_has_an_entry_too(bench: Bench) -> None:
+    bench.begin("r", logprobs=0, prompt_ids=pack_i32([5]))
+    bench.step(TokenRow("r", 0, 0, pack_i32([6]), logprobs=pack_f32([-1.0])))
+    bench.step(TokenRow("r", 0, 1, pack_i32([7]), logprobs=pack_f32([-1.0]), finish=LENGTH))
+    rows = read(bench.gateway()).rows
+    assert [row.prompt_logprobs for row in rows if row.prompt_logprobs] == [[None]]
+
+
 def test_prompt_logprobs_have_one_entry_per_prompt_token(bench: Bench) -> None:
     prompt = bench.ids("The fox")
     bench.begin(prompt_ids=pack_i32(prompt), logprobs=0)
