@@ -60,7 +60,8 @@ class Screen:
         )
         yield self.style.soft(
             f"pool {pool.allocator.num_pages} pages of {pool.page_size}: {free} free, {cached} cached,"
-            f" {pool.allocator.num_pages - free - cached} in use; {metrics.num_preemptions_total} preemptions;"
+            f" {pool.allocator.num_pages - free - cached} in use;"
+            f" {plural(metrics.num_preemptions_total, 'preemption')};"
             f" growth reserved: {engine.scheduler.admission.ratio:.0%} of what may still come"
         )
 
@@ -84,7 +85,7 @@ class Screen:
     def _state_of(self, pool: Pool, req: Req) -> str:
         table = pool.table
         computed, known = int(table.computed[req.slot]), int(table.known[req.slot])
-        pages = f"{len(req.pages)} pages"
+        pages = plural(len(req.pages), "page")
         if req.status is not Status.RUNNING:
             return self.style.alert(f"{req.status.name.lower()}: its last row has not returned") + f"  {pages}"
         if not table.decoding[req.slot] or known == req.prompt_len:
@@ -128,7 +129,7 @@ class Screen:
         for node in sorted(children.get(parent, []), key=lambda node: node.number):
             text = self.engine.words.decode(unpack_i32(node.key)[:6].tolist()).replace("\n", "⏎")
             use = self.style.soft(f"used by {node.locks}") if node.locks else self.style.dim(f"last use {node.stamp}")
-            yield f"  {indent}└ {len(node.pages)} pages {self.style.dim(f'“{text}…”')} {use}"
+            yield f"  {indent}└ {plural(len(node.pages), 'page')} {self.style.dim(f'“{text}…”')} {use}"
             yield from self._branch(children, id(node), indent + "  ")
 
     def _batch(self, pool: Pool) -> Iterator[str]:
@@ -137,7 +138,8 @@ class Screen:
             yield self._title("BATCH", "none: nothing can run" if not pool.in_flight else "none: enough is in flight")
         else:
             slots, chunks = unpack_i32(batch.slots).tolist(), unpack_i32(batch.num_tokens).tolist()
-            counts = f"{chunks.count(0)} decode rows first, then {sum(chunks)} prefill tokens within the budget"
+            decode, prefill = plural(chunks.count(0), "decode row"), plural(sum(chunks), "prefill token")
+            counts = f"{decode} first, then {prefill} within the budget"
             yield self._title("BATCH", f"{batch.step}: {counts}")
             new = iter(unpack_i32(batch.new_pages).tolist())
             for slot, chunk, count in zip(slots, chunks, unpack_i32(batch.num_new_pages).tolist(), strict=True):
@@ -170,6 +172,11 @@ class Screen:
 def letter(slot: int) -> str:
     """The letter a slot's pages are drawn with."""
     return chr(ord("A") + slot % 26)
+
+
+def plural(n: int, noun: str) -> str:
+    """``1 page``, ``2 pages``"""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def bar(done: int, whole: int, width: int = 10) -> str:
