@@ -15,8 +15,10 @@ back, and that is to take less than a second."""
 TARGET_RATIO = 3.0
 """A step with a prefill chunk may take this many times a step of decoding alone. Below the 4 that is
 promised for the p99 of ITL, because single steps vary."""
-_UP, _DOWN = 0.1, 0.3
-"""Smoothing. What is too high comes down faster: the first steps of a process are slow from warming up."""
+_SMOOTHING = 0.2
+_UP, _DOWN = 1.1, 0.5
+"""How far from the average a value may count. Steps are sometimes slow for reasons of their own (warming up, a
+busy machine) and never fast by chance, so an average is kept near what is usual: it rises slowly and falls fast."""
 
 
 @dataclass
@@ -57,8 +59,7 @@ class StepCost:
 
 
 def _average(old: float, new: float) -> float:
-    # One step that hung for a second must not count for many times what it usually takes.
-    return new if old == 0 else old + (_UP if new > old else _DOWN) * (min(new, 8 * old) - old)
+    return new if old == 0 else old + _SMOOTHING * (min(max(new, _DOWN * old), _UP * old) - old)
 
 
 def choose_chunk(configured: int, cost: StepCost, num_decode_rows: int, page_size: int) -> int:

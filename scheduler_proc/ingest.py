@@ -60,7 +60,7 @@ class Ingest:
         """The rid lives: a repeated message, a resubmission, or somebody else's choice of the same rid."""
         if live.gateway != message.gateway:
             words = f"request id {message.rid!r} is in use; choose another or leave it out"
-            self._refuse(message, ErrorInfo(status=400, message=words, code="duplicate_request_id", param="rid"))
+            self._refuse(message, ErrorInfo(status=409, message=words, code="duplicate_request_id", param="rid"))
             return
         if message.attempt <= live.attempt:
             return
