@@ -100,13 +100,16 @@ def make_segment(kernels: KernelSet) -> Any:
     score_peak, score_powers = kernels.score_peak, kernels.score_powers
 
     @kernels.jit
-    def score(rows: int, count: int, head_pad: int, q: int, blocks: Any, scores: int) -> None:
+    def score(rows: int, count: int, head_pad: int, head_bytes: int, q: int, blocks: Any, scores: int) -> None:
         ldq = head_pad * 2
         for b in range(0, count, 2):
             k0 = blocks[0, b]
             k1 = blocks[0, b + 1] if b + 1 < count else k0  # an odd last block fills a masked column
-            prefetch_lines(blocks[1, b], head_pad // 2, PAIR_BYTES)
-            prefetch_lines(blocks[1, b + 1] if b + 1 < count else k0, head_pad // 2, PAIR_BYTES)
+            # Scattered pages defeat the hardware's prefetching: ask for this segment's V, and for the K of
+            # the next head, which is the thread's next item (after the last head's K lies the first V).
+            for at in (b, min(b + 1, count - 1)):
+                prefetch_lines(blocks[1, at], head_pad // 2, PAIR_BYTES)
+                prefetch_lines(blocks[0, at] + head_bytes, head_pad // 2, PAIR_BYTES)
             r = 0
             while r < rows:
                 out = scores + r * SCORE_ROW + b * 64
@@ -135,7 +138,8 @@ def make_segment(kernels: KernelSet) -> Any:
         num_blocks = (reach + BLOCK_TOKENS - 1) // BLOCK_TOKENS
         blocks = carray(i64_pointer(own.blocks), (2, SEGMENT_BLOCKS))
         find_blocks(seq, number, num_blocks, head, model, layer, step, blocks)
-        score(count * group, num_blocks, model.head_pad, own.q, blocks, own.scores)
+        head_bytes = model.page_size * model.head_pad * 2
+        score(count * group, num_blocks, model.head_pad, head_bytes, own.q, blocks, own.scores)
         for t in range(count):
             position = positions[tokens[t]]
             lo = max(0, first_visible(position, layer.window) - start)

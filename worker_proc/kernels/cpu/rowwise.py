@@ -77,6 +77,16 @@ def block_address(kv: int, page: int, offset: int, head: int, model: Any) -> Any
     return kv + page * model.page_bytes + (head * blocks + offset // BLOCK_TOKENS) * model.head_pad * 32
 
 
+@jit
+def token_block(token: int, model: Any, layer: Any, step: Any) -> Any:
+    """Address of the first head's K block in which a packed token belongs."""
+    position = carray(i32_pointer(step.positions), (step.num_tokens,))[token]
+    seq = carray(i32_pointer(step.seq_of), (step.num_tokens,))[token]
+    pages = carray(i32_pointer(step.page_table), (step.num_seqs, step.table_width))
+    page = pages[seq, position // model.page_size]
+    return block_address(layer.kv, page, position % model.page_size, 0, model)
+
+
 def make_rope(kernels: KernelSet, normed_row: Any) -> Any:
     """``rope(tid, nt, counters, model, layer, step, own)``: q to bf16, K and V to pages, for all tokens."""
 
@@ -89,8 +99,10 @@ def make_rope(kernels: KernelSet, normed_row: Any) -> Any:
         rotate_to_bf16(x, table, model.head_pad // 2, out)
 
     @kernels.jit
-    def prefetch_blocks(block: int, slot: int, model: Any) -> None:
+    def prefetch_blocks(token: int, model: Any, layer: Any, step: Any) -> None:
         """A key touches every line of its block, a value one in each column block: fetch them early."""
+        block = token_block(token, model, layer, step)
+        slot = carray(i32_pointer(step.positions), (step.num_tokens,))[token] % BLOCK_TOKENS
         for head in range(model.num_kv_heads):
             at = block + head * (model.page_size // BLOCK_TOKENS) * model.head_pad * 32
             prefetch_lines(at, model.head_pad // 2, PAIR_BYTES)
@@ -115,11 +127,8 @@ def make_rope(kernels: KernelSet, normed_row: Any) -> Any:
         position = carray(i32_pointer(step.positions), (step.num_tokens,))[token]
         seq = carray(i32_pointer(step.seq_of), (step.num_tokens,))[token]
         starts = carray(i32_pointer(step.query_start), (step.num_seqs + 1,))
-        pages = carray(i32_pointer(step.page_table), (step.num_seqs, step.table_width))
-        offset = position % model.page_size
-        slot = offset % BLOCK_TOKENS
-        block = block_address(layer.kv, pages[seq, position // model.page_size], offset, 0, model)
-        prefetch_blocks(block, slot, model)
+        slot = position % BLOCK_TOKENS
+        block = token_block(token, model, layer, step)
         qkv = step.qkv + token * step.qkv_stride
         table = layer.rope + position * model.head_pad * 4
         for head in range(model.num_heads):
@@ -138,7 +147,10 @@ def make_rope(kernels: KernelSet, normed_row: Any) -> Any:
             item, victim = next_item(counters, tid, nt, items, victim)
             if item < 0:
                 break
-            for token in range(item * ROWS_PER_ITEM, min(step.num_tokens, (item + 1) * ROWS_PER_ITEM)):
+            first, end = item * ROWS_PER_ITEM, min(step.num_tokens, (item + 1) * ROWS_PER_ITEM)
+            for token in range(first, end):
+                prefetch_blocks(token, model, layer, step)
+            for token in range(first, end):
                 one_token(token, model, layer, step, own)
 
     return rope
