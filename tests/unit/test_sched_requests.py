@@ -87,7 +87,7 @@ def test_a_rid_in_use_by_another_gateway_is_refused_to_that_gateway_only() -> No
     assert out.tokens is not None
     (row,) = out.tokens.refused
     assert (row.gateway, row.finish.reason) == ("gateway-1", "error")
-    assert row.finish.error is not None and row.finish.error.status == 400
+    assert row.finish.error is not None and row.finish.error.status == 409
 
 
 def test_a_higher_attempt_gets_everything_again_from_index_0() -> None:
