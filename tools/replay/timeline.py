@@ -73,10 +73,10 @@ def _events(run: Run, life: Life) -> Iterator[tuple[float, str, str]]:
         yield life.tokenized, "tokenizer", f"{life.prompt_len} tokens handed to the scheduler"
     if life.queued >= 0:
         yield life.queued, "scheduler", "queued"
-    for start, end, why in life.waits:
-        yield from _wait(run, life, start, end, why)
     for stay in life.stays:
         yield from _stay(run, life, stay)
+    for start, end, why in life.waits:
+        yield from _wait(run, life, start, end, why)
     yield from _rows(life)
     if life.first_token >= 0:
         yield life.first_token, "scheduler", "first token known"
