@@ -46,3 +46,13 @@ def shared_server(tiny_folder: Path) -> Iterator[Server]:
         yield one.wait_ready()
     finally:
         one.close()
+
+
+@pytest.fixture(scope="session")
+def session_server(tiny_folder: Path) -> Iterator[Server]:
+    """One server for all the modules that leave no trace in it."""
+    one = Server(["--model", str(tiny_folder), "--served-model-name", "tiny", *CPU_ARGS])
+    try:
+        yield one.wait_ready()
+    finally:
+        one.close()
