@@ -30,6 +30,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+HEALTH_RID_PREFIX = "health-"
+"""Requests whose rid begins with this are the gateways' own health checks: run, but counted nowhere."""
+
 # --------------------------------------------------------------------------- columns
 
 

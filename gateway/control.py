@@ -15,14 +15,22 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 
 from common.errors import RequestError
-from common.messages import ControlReply, ErrorInfo, Generate, IdsPrompt, SamplingParams, TextParams, pack_i32
+from common.messages import (
+    HEALTH_RID_PREFIX,
+    ControlReply,
+    ErrorInfo,
+    Generate,
+    IdsPrompt,
+    SamplingParams,
+    TextParams,
+    pack_i32,
+)
 from gateway.errors import error_response
 from gateway.fields import Body
 from gateway.metrics import Exposition
 from gateway.protocols.common import Deps, parse, read_json
 from gateway.request import Exchange, OpenRequest
 
-HEALTH_RID_PREFIX = "health-"
 """Requests of /health_generate; nobody counts them as traffic."""
 HEALTH_TIMEOUT_S = 20.0
 ABORT_WAIT_S = 10.0

@@ -173,8 +173,9 @@ def _engine(status: EngineStatus | None) -> Iterator[Metric]:
     }
     labelled: dict[str, CounterMetricFamily] = {}
     for name, value in {**gauges, **status.metrics}.items():
-        base, total, reason = name.partition("_total_")
+        base, total, reason = name.partition("_requests_total_")
         if total:  # num_finished_requests_total_stop: a counter with a label
+            base += "_requests"
             if base not in labelled:
                 labelled[base] = CounterMetricFamily(PREFIX + base, "Engine counter", labels=["reason"])
             labelled[base].add_metric([reason], value)

@@ -120,9 +120,10 @@ class Admitter:
         if not req.accepted:
             req.cached_len = min(computed_len, req.prompt_len)
             state.begins[req.rid] = req
-            state.metrics.prompt_tokens_total += req.prompt_len
-            state.metrics.cached_tokens_total += req.cached_len
-            state.metrics.queue_time.observe(max(now - req.queued_at, 0.0))
+            if req.counted:
+                state.metrics.prompt_tokens_total += req.prompt_len
+                state.metrics.cached_tokens_total += req.cached_len
+                state.metrics.queue_time.observe(max(now - req.queued_at, 0.0))
         state.loose[req.rid] = req
 
     def add_chunk(self, draft: Draft, req: Req, budget: int) -> int:

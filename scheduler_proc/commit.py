@@ -147,7 +147,7 @@ class Commit:
             if table.known[slot] >= table.limit[slot]:
                 break
             table.append(req, token)
-            self.state.metrics.generation_tokens_total += 1
+            self.state.metrics.generation_tokens_total += req.counted
             if req.logprobs is not None:
                 req.logprobs.append(values[i])
                 req.top_logprobs += top[i : i + 1]

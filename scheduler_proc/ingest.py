@@ -47,7 +47,7 @@ class Ingest:
             self._refuse(message, refusal)
             return
         self.state.next_seq += 1
-        self.state.metrics.num_requests_total += 1
+        self.state.metrics.num_requests_total += req.counted
         self.life.enqueue(req)
         self._start_timers(req, now)
         done = self._complete_already(req)
@@ -134,7 +134,8 @@ class Ingest:
 
     def end_early(self, req: Req, cause: str, words: str) -> None:
         """Abort a live request; ``cause`` is the metric's."""
-        self.state.metrics.aborted(cause)
+        if req.counted:
+            self.state.metrics.aborted(cause)
         self.life.finish(req, Finish("abort", message=words))
 
     def stop_hit(self, message: StopHit) -> None:

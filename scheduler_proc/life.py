@@ -31,7 +31,8 @@ class Life:
         state = self.state
         req.finish = finish
         req.silent = silent
-        state.metrics.finished(finish.reason)
+        if req.counted:
+            state.metrics.finished(finish.reason)
         self.leave_prefix(req)
         state.suspects.pop(req.rid, None)
         if silent:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import InvariantError
-from common.messages import Finish, SamplingParams, Tokenized, TopLogprobs
+from common.messages import HEALTH_RID_PREFIX, Finish, SamplingParams, Tokenized, TopLogprobs
 
 if TYPE_CHECKING:
     from scheduler_proc.radix import Node
@@ -130,6 +130,11 @@ class Req:
     def data(self) -> bytes:
         """Every known id as int32 bytes, while the request waits."""
         return self.spec.input_ids if len(self.ids) == self.prompt_len else self.ids.tobytes()
+
+    @property
+    def counted(self) -> bool:
+        """It is traffic; health checks are in no metric."""
+        return not self.rid.startswith(HEALTH_RID_PREFIX)
 
     @property
     def accepted(self) -> bool:

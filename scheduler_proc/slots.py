@@ -95,7 +95,7 @@ class SlotTable:
         self.stop[slot] = -1
         stop = sorted(req.stop_ids)[:NUM_STOP_COLUMNS]
         self.stop[slot, : len(stop)] = stop
-        by_column = sampling.logprobs is None and req.spec.grammar is None
+        by_column = req.counted and sampling.logprobs is None and req.spec.grammar is None
         self.plain[slot] = by_column and len(req.stop_ids) <= NUM_STOP_COLUMNS and req.prompt_logprobs_sent
         self.running[slot] = True
         return slot

@@ -53,6 +53,7 @@ def test_engine_snapshot_is_shown_with_the_prefix(tmp_path: Path) -> None:
     assert found["quintet:cache_hit_rate", ()] == 0.5
     assert found["quintet:num_finished_requests_total", (("reason", "stop"),)] == 4
     assert found["quintet:num_running_reqs", ()] == 1
+    assert found["quintet:max_total_num_tokens", ()] == 512
     assert found["quintet:process_generation", (("process", "worker-0"),)] == 2
     assert found["quintet:step_time_seconds_count", ()] == 3
     assert found["quintet:step_time_seconds_bucket", (("le", "0.005"),)] == 0

@@ -327,3 +327,15 @@ def test_status_counts_and_uses_sglangs_names() -> None:
 
 def test_lease_type_is_what_gateways_send() -> None:
     assert isinstance(Rig().lease(), GatewayLease)
+
+
+def test_health_checks_run_and_are_counted_nowhere() -> None:
+    rig = Rig()
+    before = rig.scheduler.state.metrics.counters()
+    rig.turn(request("health-1", [1, 2, 3, 4], max_tokens=3))
+    rig.finish()
+    assert rig.ids("health-1") == expected([1, 2, 3, 4], 3)
+    after = rig.scheduler.state.metrics.counters()
+    changed = {name for name in after if after[name] != before.get(name)}
+    assert changed <= {"num_steps_total", "num_prefill_tokens_total"}, "the steps did run"
+    rig.scheduler.check_invariants()
