@@ -205,8 +205,9 @@ def main() -> None:
     for case in CASES:
         if args.only not in case.name:
             continue
-        limits["gb_s"].append(bandwidth())
-        limits["gflop_s"].append(rate())
+        # The best of three: what others take from a shared machine is not a limit of the machine.
+        limits["gb_s"].append(max(bandwidth() for _ in range(3)))
+        limits["gflop_s"].append(max(rate() for _ in range(3)))
         times, busy = run_case(case, runner, args.seconds)
         middle, busy_ms = statistics.median(times), statistics.median(busy) * 1e3
         read, flops = work_of(case, runner)
