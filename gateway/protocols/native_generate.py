@@ -107,6 +107,9 @@ async def generate(request: Request, deps: Deps) -> Response:
         for name in ("top_logprobs_num", "logprob_start_len"):
             if getattr(body, name) is not None:
                 raise RequestError(f"'{name}' needs 'return_logprob': true", param=name)
+    if body.rid is not None and deps.engine.has_open(body.rid):
+        # Also as the id of a call of several generations, which have rids of their own.
+        raise RequestError(f"the rid {body.rid!r} is already in use", status=409, param="rid")
     fields = _fields(native)
     model = deps.engine.check_available()
     start = -1 if body.logprob_start_len is None else body.logprob_start_len
