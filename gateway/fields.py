@@ -22,6 +22,8 @@ MAX_STOP_IDS = 128
 MAX_LOGIT_BIAS = 2048
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+LEAST_REPETITION_PENALTY = 0.01
+"""Logits are divided by it: a value near zero makes them infinite."""
 MAX_INT32 = 2**31 - 1
 SEED_MASK = 2**63 - 1
 
@@ -147,7 +149,7 @@ class GenerationFields(Body):
     ignore_eos: bool | None = None
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=2)
+    repetition_penalty: float | None = Field(default=None, ge=LEAST_REPETITION_PENALTY, le=2)
     logit_bias: LogitBiasField = None
     skip_special_tokens: bool | None = None
     priority: int | None = Field(default=None, ge=-(2**31), le=MAX_INT32)

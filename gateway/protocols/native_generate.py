@@ -19,6 +19,7 @@ from common.errors import RequestError
 from common.messages import Prompt, TokenLogprob, unpack_i32
 from gateway import grammar
 from gateway.fields import (
+    LEAST_REPETITION_PENALTY,
     MAX_CHOICES,
     MAX_INT32,
     MAX_LOGPROBS,
@@ -55,7 +56,7 @@ class NativeSampling(Body):
     ignore_eos: bool | None = None
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=2)
+    repetition_penalty: float | None = Field(default=None, ge=LEAST_REPETITION_PENALTY, le=2)
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     json_schema: str | None = None

@@ -169,6 +169,25 @@ def test_tiny_temperature_is_greedy_and_finite(sampler: Any) -> None:
     assert sampler.sample(logits, requests)[0].tolist() == logits.argmax(axis=1).tolist()
 
 
+@pytest.mark.parametrize(
+    "params", [{"temperature": 5e-324}, {"temperature": 1e-300, "top_k": 3, "top_p": 5e-324, "min_p": 1.0}]
+)
+def test_the_least_floats_are_greedy(sampler: Any, params: dict[str, Any]) -> None:
+    logits = random_logits(1)
+    tokens, bad = sampler.sample(logits, [request_for(0, **params)])
+    assert tokens[0] == np.asarray(logits)[0].argmax() and not bad[0]
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 0.0])
+def test_a_penalty_that_divides_by_zero_fails_its_row_alone(sampler: Any, penalty: float) -> None:
+    logits = random_logits(2)
+    broken = request_for(0, repetition_penalty=penalty)
+    broken.ids = np.arange(VOCAB, dtype=np.int32)
+    tokens, bad = sampler.sample(logits, [broken, request_for(1, temperature=0.0)])
+    assert bad.tolist() == [True, False]
+    assert tokens[1] == np.asarray(logits)[1].argmax()
+
+
 def test_top_p_keeps_at_least_the_likeliest(sampler: Any) -> None:
     logits = random_logits(4)
     requests = [request_for(r, top_p=1e-9, seed=r) for r in range(4)]

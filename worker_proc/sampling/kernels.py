@@ -16,7 +16,7 @@ SMALL = 96
 BLOCK = 512
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, error_model="numpy")  # a division by zero gives inf, which fails the row alone
 def penalise(work, ids, prompt_len, presence, frequency, repetition, counts):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Apply the penalties to ``work`` [V]. presence/frequency: output ids; repetition: prompt and output ids.
 
@@ -169,7 +169,7 @@ def _keep_until(values, weights, cut_value, cut_id):  # type: ignore[no-untyped-
         values[i] = values[i] if keep else np.float32(-np.inf)
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def draw(work, peak, temperature, top_k, top_p, min_p, u, weights, bits, members, sums):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Draw one id from softmax(work / temperature) after the filters, by inverse CDF in order of ids.
 

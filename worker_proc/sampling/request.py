@@ -15,6 +15,9 @@ from worker_proc.grammar_protocol import Bitmask
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
 
+LEAST_TEMPERATURE = 1e-5
+"""Below it float32 cannot hold the scaled logits, and the likeliest id has all the mass: greedy."""
+
 
 @dataclass(slots=True)
 class SampleRequest:
@@ -39,7 +42,7 @@ class SampleRequest:
     @property
     def is_greedy(self) -> bool:
         """No random draw."""
-        return self.params.temperature <= 0.0 or self.params.top_k == 1
+        return self.params.temperature < LEAST_TEMPERATURE or self.params.top_k == 1
 
     @property
     def has_penalties(self) -> bool:
