@@ -155,9 +155,16 @@ def make_segment(kernels: KernelSet) -> Any:
     return segment
 
 
-def make_attention(kernels: KernelSet) -> tuple[Any, Any]:
-    """(attend, join): the phase over items, and the one that joins split rows' segments."""
-    segment = make_segment(kernels)
+@jit
+def partial_address(slot: int, head: int, g: int, model: Any, step: Any) -> Any:
+    """Where a query row keeps its (maximum, sum) and output of one segment."""
+    group = model.num_heads // model.num_kv_heads
+    row = (slot * model.num_kv_heads + head) * group + g
+    return step.partials + row * (STATE_FLOATS + model.head_pad) * 4
+
+
+def _make_whole(kernels: KernelSet, segment: Any) -> Any:
+    """An item that walks over its rows' whole context."""
     merge_row, finish_row = kernels.merge_row, kernels.finish_row
 
     @kernels.jit
@@ -178,11 +185,11 @@ def make_attention(kernels: KernelSet) -> tuple[Any, Any]:
                 out = step.att + tokens[t] * step.q_stride + (head * group + g) * model.head_pad * 2
                 finish_row(own.state_run + r * 8, own.o_run + r * model.head_pad * 4, vectors, out)
 
-    @kernels.jit
-    def partial_address(slot: int, head: int, g: int, model: Any, step: Any) -> Any:
-        group = model.num_heads // model.num_kv_heads
-        row = (slot * model.num_kv_heads + head) * group + g
-        return step.partials + row * (STATE_FLOATS + model.head_pad) * 4
+    return whole
+
+
+def _make_split(kernels: KernelSet, segment: Any) -> Any:
+    """An item that attends to one segment and stores partial results."""
 
     @kernels.jit
     def split(
@@ -209,29 +216,12 @@ def make_attention(kernels: KernelSet) -> tuple[Any, Any]:
                 saved[0], saved[1] = states[r, 0], states[r, 1]
                 copy_rows(own.o + r * model.head_pad * 4, out + STATE_FLOATS * 4, model.head_pad // 16)
 
-    @kernels.jit
-    def attend(tid: int, nt: int, counters: int, model: Any, layer: Any, step: Any, own: Any) -> None:
-        counts = carray(i32_pointer(step.counts), (2,))
-        items = carray(i32_pointer(step.items), (step.num_tokens + step.partial_rows, ITEM_FIELDS))
-        tokens = carray(i32_pointer(own.tokens), (ITEM_ROWS,))
-        group = model.num_heads // model.num_kv_heads
-        victim = 0
-        while True:
-            work, victim = next_item(counters, tid, nt, counts[NUM_ITEMS] * model.num_kv_heads, victim)
-            if work < 0:
-                break
-            item = items[work // model.num_kv_heads]
-            head = work % model.num_kv_heads
-            if item[ITEM_SEGMENT] == WHOLE:
-                for t in range(item[ITEM_COUNT]):
-                    tokens[t] = item[ITEM_FIRST] + t
-                gather_queries(tokens, item[ITEM_COUNT], head, group, model, step, own.q)
-                whole(tokens, item[ITEM_COUNT], item[ITEM_SEQ], head, model, layer, step, own)
-            else:
-                split(
-                    item[ITEM_FIRST], item[ITEM_COUNT], item[ITEM_SEQ], item[ITEM_SEGMENT], head, model, layer,
-                    step, own,
-                )  # fmt: skip
+    return split
+
+
+def _make_join(kernels: KernelSet) -> Any:
+    """The phase that joins the segments of split rows, in position order."""
+    merge_row, finish_row = kernels.merge_row, kernels.finish_row
 
     @kernels.jit
     def join_row(token: int, base: int, head: int, g: int, model: Any, layer: Any, step: Any, own: Any) -> None:
@@ -261,4 +251,36 @@ def make_attention(kernels: KernelSet) -> tuple[Any, Any]:
             for g in range(group):
                 join_row(tokens[k], base[k], head, g, model, layer, step, own)
 
-    return attend, join
+    return join
+
+
+def make_attention(kernels: KernelSet) -> tuple[Any, Any]:
+    """(attend, join): the phase over items, and the one that joins split rows' segments."""
+    segment = make_segment(kernels)
+    whole, split = _make_whole(kernels, segment), _make_split(kernels, segment)
+
+    @kernels.jit
+    def attend(tid: int, nt: int, counters: int, model: Any, layer: Any, step: Any, own: Any) -> None:
+        counts = carray(i32_pointer(step.counts), (2,))
+        items = carray(i32_pointer(step.items), (step.num_tokens + step.partial_rows, ITEM_FIELDS))
+        tokens = carray(i32_pointer(own.tokens), (ITEM_ROWS,))
+        group = model.num_heads // model.num_kv_heads
+        victim = 0
+        while True:
+            work, victim = next_item(counters, tid, nt, counts[NUM_ITEMS] * model.num_kv_heads, victim)
+            if work < 0:
+                break
+            item = items[work // model.num_kv_heads]
+            head = work % model.num_kv_heads
+            if item[ITEM_SEGMENT] == WHOLE:
+                for t in range(item[ITEM_COUNT]):
+                    tokens[t] = item[ITEM_FIRST] + t
+                gather_queries(tokens, item[ITEM_COUNT], head, group, model, step, own.q)
+                whole(tokens, item[ITEM_COUNT], item[ITEM_SEQ], head, model, layer, step, own)
+            else:
+                split(
+                    item[ITEM_FIRST], item[ITEM_COUNT], item[ITEM_SEQ], item[ITEM_SEGMENT], head, model, layer,
+                    step, own,
+                )  # fmt: skip
+
+    return attend, _make_join(kernels)
