@@ -11,6 +11,9 @@ from tokenizers import AddedToken, Tokenizer
 from common.errors import ConfigError
 from tokenizer_proc.control_tokens import ControlTokens, secret_text
 
+_BRIEF = 4000
+"""Characters or ids up to which a call is over within a millisecond or so."""
+
 
 class TextEncoder:
     """A tokenizer.json and, for guarded text, its twin without control tokens.
@@ -85,7 +88,7 @@ class TextEncoder:
         What the tokenizer adds (BOS) is added, unless the text itself begins with BOS: a prompt that
         a client rendered on its own does not get a second one.
         """
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = _ids(self._tokenizer, text, add_special_tokens)
         if (
             add_special_tokens
             and self._adds_bos
@@ -103,22 +106,24 @@ class TextEncoder:
         ``guarded``: marks of :class:`ControlTokens` are in it; what they guard becomes plain text.
         """
         if not guarded:
-            ids: list[int] = self._tokenizer.encode(rendered, add_special_tokens=False).ids
-            return ids
+            return _ids(self._tokenizer, rendered)
         literal = self._literal_twin()
         text = self.control.with_aliases(rendered, self._aliases)
-        ids = literal.encode(text, add_special_tokens=False).ids
+        ids = _ids(literal, text)
         if not self._special.keys().isdisjoint(ids):
             # Some models (Unigram) hold control tokens as pieces and find them in plain text: part it there.
             text = self.control.with_aliases(rendered, self._aliases, self._cut)
-            ids = literal.encode(text, add_special_tokens=False).ids
+            ids = _ids(literal, text)
         alias_ids, cut_id = self._alias_ids, self._cut_id
         return [alias_ids.get(i, i) for i in ids if i != cut_id]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of ids; ids without a token give nothing."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return text
+        if len(ids) <= _BRIEF:
+            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            return text
+        texts: list[str] = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return texts[0]
 
     def to_str(self) -> str:
         """The tokenizer.json as text."""
@@ -151,3 +156,12 @@ class TextEncoder:
                 self._cut_id = literal.token_to_id(self._cut)
                 self._literal = literal
             return self._literal
+
+
+def _ids(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    """Ids of a text. Only the batch calls release the GIL: with ``encode`` a long text stops every thread."""
+    if len(text) <= _BRIEF:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    else:
+        ids = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids

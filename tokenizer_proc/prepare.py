@@ -129,6 +129,7 @@ class Preparer:
         """Answer /tokenize. Raises ``RequestError``."""
         if isinstance(message.prompt, ChatPrompt):
             rendered, guarded = self._template.render(message.prompt, self._encoder.control)
+            self._check_size(rendered, "messages")
             ids = self._encoder.encode_rendered(rendered, guarded)
             text = self._encoder.control.unguard(rendered) if guarded else rendered
             return TextReply(request_id=message.request_id, ids=pack_i32(ids), text=text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -99,6 +100,41 @@ def test_a_text_that_is_far_too_long_is_refused_before_it_is_encoded() -> None:
     encoder = TextEncoder(Tokenizer.from_str(byte_level_json()))
     for text in ("The quick brown fox " * 50, "<|im_start|>" * 100, "日本🙂" * 30):
         assert encoder.least_tokens(text) <= len(encoder.encode_prompt(text))
+
+
+def test_a_chat_far_beyond_the_context_is_not_encoded_for_tokenize_either() -> None:
+    chat = ChatPrompt(messages=[{"role": "user", "content": "a " * 100_000}])
+    with pytest.raises(RequestError) as error:
+        preparer().tokenize(TokenizeText(request_id="t", gateway="g", prompt=chat))
+    assert error.value.info.status == 400 and error.value.info.param == "messages"
+
+
+def test_long_and_short_texts_are_encoded_and_decoded_alike() -> None:
+    tokenizer = Tokenizer.from_str(byte_level_json())
+    encoder = TextEncoder(tokenizer)
+    text = "Grüße 🙂 <|im_end|> to be or not " * 400
+    assert encoder.encode_prompt(text) == tokenizer.encode(text).ids
+    assert encoder.encode_rendered(text) == tokenizer.encode(text, add_special_tokens=False).ids
+    ids = tokenizer.encode(text).ids
+    assert len(ids) > 4000 and encoder.decode(ids) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    encoder = TextEncoder(Tokenizer.from_str(byte_level_json()))
+    text, turns, done = "to be or not to be " * 40_000, [], threading.Event()
+
+    def encode() -> None:
+        encoder.encode_prompt(text)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    while not done.wait(0.0005):
+        turns.append(done.is_set())
+    thread.join()
+    # Holding the GIL for the whole call leaves a turn or two, whatever the machine's speed.
+    assert len(turns) > 10
+
 
 
 def test_a_full_context_can_be_scored_without_generating() -> None:
