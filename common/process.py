@@ -61,6 +61,8 @@ class ProcessContext:
     run_dir: Path
     channels: Channels
     stopping: bool = False
+    num_stop_requests: int = 0
+    """Above 1: whoever asked does not wait any longer; a drain is cut short."""
     trace: TraceWriter | None = None
     """Where ``--trace`` records what this process does; None when it is off."""
     _heart: Sender | None = None
@@ -115,6 +117,7 @@ class ProcessContext:
     def request_stop(self, *_: object) -> None:
         """Signal handler: let the loop end."""
         self.stopping = True
+        self.num_stop_requests += 1
         for hook in self._stop_hooks:
             hook()
 

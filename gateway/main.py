@@ -92,7 +92,8 @@ class Gateway:
                 engine.draining = True
                 drain_until = now + context.config.runtime.drain_seconds
                 log.info("draining: %d requests open", len(engine.exchanges))
-            if drain_until is not None and (not engine.exchanges or now >= drain_until):
+            is_over = context.num_stop_requests > 1 or (drain_until is not None and now >= drain_until)
+            if drain_until is not None and (not engine.exchanges or is_over):
                 if engine.exchanges:
                     log.warning("the drain time is over with %d requests open; they are cut off", len(engine.exchanges))
                     engine.fail_all(ErrorInfo(status=503, message="the server is shutting down", code="draining"))

@@ -45,3 +45,18 @@ def test_kill_of_the_real_supervisor_leaves_nothing(server: Callable[..., Server
     assert len(one.pids()) == 5
     assert one.stop(signal.SIGKILL) == -signal.SIGKILL
     eventually(lambda: not one.leftovers(), 10, "nothing left")
+
+
+def test_a_second_signal_cuts_the_drain_short_and_every_stream_is_told(server: Callable[..., Server]) -> None:
+    one = server()
+    body = completion_body("to be or not", max_tokens=1000, n=64, stream=True)  # more than a moment of work
+    with httpx.stream("POST", one.url + "/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        one.send(signal.SIGTERM)
+        eventually(lambda: "draining: 1 requests open" in one.log, 10, "it drains")
+        one.send(signal.SIGTERM)
+        last = [line for line in lines if line][-1]
+    assert '"code":"draining"' in last
+    assert one.wait() == 0
+    assert one.leftovers() == [] and "killing it" not in one.log
