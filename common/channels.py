@@ -21,8 +21,9 @@ supervisor          all                    1,024    the heartbeat is skipped
 ==================  =====================  =======  ==================================================
 
 Addresses are ``ipc://`` sockets in a fresh 0700 run directory. A receiver bound again by a
-restarted process takes over the address; senders reconnect by themselves, and what was queued
-for the dead process reaches its successor, which recognises it by generation or epoch.
+restarted process takes over the address; senders reconnect by themselves. What was queued for the
+dead process may reach its successor, which recognises it by generation or epoch, or be lost with
+it, and then the cursors above this layer send it again.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +57,7 @@ def test_messages_arrive_in_order(channels: Channels) -> None:
 
 def test_a_full_channel_says_so_and_loses_nothing(channels: Channels) -> None:
     sender = Sender(channels._context, inbox_address(channels.run_dir, "supervisor"), bound=8)
+    channels._open.append(sender)
     sent = 0
     while sent < 1000 and sender.send(beat(sent)):
         sent += 1
@@ -65,8 +67,9 @@ def test_a_full_channel_says_so_and_loses_nothing(channels: Channels) -> None:
     while len(got) < sent and inbox.wait(WAIT_S):
         got += [message.progress for message in inbox.receive()]
     assert got == list(range(sent))
-    assert sender.send(beat(0))
-    sender.close(0)
+    deadline = time.monotonic() + WAIT_S
+    while not sender.send(beat(0)):  # room is told to the sender by ZeroMQ's own thread
+        assert time.monotonic() < deadline, "there is room again"
 
 
 @pytest.mark.parametrize(
@@ -93,9 +96,13 @@ def test_a_receiver_bound_again_takes_the_address_over(channels: Channels) -> No
     first.close()
     successor = Channels(channels.run_dir)
     second = successor.receiver("detokenizer")
-    assert sender.send(TokenBatch(scheduler_generation=3, step=1))
-    assert second.wait(WAIT_S)
-    assert second.receive()[0].scheduler_generation == 3
+    deadline = time.monotonic() + WAIT_S
+    got: list[TokenBatch] = []
+    while not got:  # what was on its way to the dead one is lost; the cursors above this layer send it again
+        assert time.monotonic() < deadline and sender.send(TokenBatch(scheduler_generation=3, step=1))
+        second.wait(0.05)
+        got = second.receive()
+    assert got[0].scheduler_generation == 3
     successor.close()
 
 
