@@ -35,7 +35,7 @@ def questions(args: argparse.Namespace) -> dict[str, list[str]]:
         common += ["--fit", str(args.fit)]
     shared = [*common, "--rate", str(args.rate), "--arrivals", "bursty", "--pages", "3000", "--max-running", "64"]
     growth = [*common, "--rate", str(args.rate * 0.6), "--multi-turn", "0", "--prefix-len", "0", "--output-len", "256",
-              "--pages", "1500", "--max-running", "128", "--conservativeness", "0.1,0.3,1.0,1.4"]  # fmt: skip
+              "--pages", "950", "--max-running", "128", "--conservativeness", "0.1,0.3,1.0,1.4"]  # fmt: skip
     examples = ["--policy-file", SHORTEST, "--policy-file", EVICTION]
     return {
         "policies": [*shared, "--policy", "fcfs,lpm", "--cache", "on,off", *examples],
@@ -48,8 +48,8 @@ def questions(args: argparse.Namespace) -> dict[str, list[str]]:
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="bench.simulate_policies", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--requests", type=int, default=5000, help="per run")
-    parser.add_argument("--rate", type=float, default=22.0, help="arrivals per second")
+    parser.add_argument("--requests", type=int, default=3000, help="per run")
+    parser.add_argument("--rate", type=float, default=17.0, help="arrivals per second")
     parser.add_argument("--cost", default="5,60,200,10", help="as tools.simulate")
     parser.add_argument("--fit", type=Path, help="fit the cost to a recorded trace")
     parser.add_argument("--seed", type=int, default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -34,8 +35,8 @@ class Recorder:
     """Collects while the simulation runs."""
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    gaps: list[float] = field(default_factory=list)
-    """Every inter-token latency, seconds."""
+    gaps: array[float] = field(default_factory=lambda: array("f"))
+    """Every inter-token latency, seconds; float32, for there are millions."""
     in_use: list[tuple[float, float]] = field(default_factory=list)
     """(time, fraction of the pages live requests hold)."""
     steps: int = 0
@@ -72,7 +73,7 @@ def summarize(recorder: Recorder, preemptions: int) -> dict[str, float]:
     done = [o for o in recorder.outcomes.values() if o.reason in ("stop", "length")]
     ttft = np.array([o.first - o.arrived for o in done])
     total = np.array([o.finished - o.arrived for o in done])
-    gaps = np.asarray(recorder.gaps)
+    gaps = np.asarray(recorder.gaps, dtype=np.float64)
     began = min((o.arrived for o in recorder.outcomes.values()), default=0.0)
     span = max((o.finished for o in done), default=0.0) - began
     prompt = sum(o.prompt_len for o in done)

@@ -43,10 +43,11 @@ def draw(path: Path, title: str, results: dict[str, dict[str, float]], outcomes:
     for axis, (key, label) in zip(others, _BARS, strict=True):
         values = [result[key] for result in results.values()]
         bars = axis.barh(list(results), values, color=(colors * 3)[: len(values)])
-        axis.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
+        labels = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values]
+        axis.bar_label(bars, labels=labels, padding=3, fontsize=8)
         axis.set_title(label, fontsize=10)
         axis.invert_yaxis()
-        axis.margins(x=0.18)
+        axis.set_xlim(0, max([*values, 1e-3]) * 1.2)
         axis.tick_params(labelsize=8)
     metadata = {"Date": None} if path.suffix == ".svg" else None
     figure.savefig(path, dpi=110, metadata=metadata)
