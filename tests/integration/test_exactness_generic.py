@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from tests.integration.tiny_models import CONFIGS, VOCAB, generate_alone, greedy_alone, tiny_model
+from tests.integration.tiny_models import CONFIGS, VOCAB, generate_alone, tiny_model
 from worker_proc.generic.runner import GenericRunner
 from worker_proc.runner import PackedBatch
 
@@ -75,9 +75,7 @@ def run_greedy(runner: GenericRunner, sequences: list[Sequence], chunk: int) -> 
 def test_packed_ragged_batch_equals_generate_alone(name: str) -> None:
     model = tiny_model(name)
     prompts = make_prompts()
-    expected = [greedy_alone(model, prompt, NEW_TOKENS) for prompt in prompts]
-    for i in (0, 9, 15):
-        assert generate_alone(model, prompts[i], NEW_TOKENS) == expected[i], "the reference itself"
+    expected = [generate_alone(model, prompt, NEW_TOKENS) for prompt in prompts]
     runner = GenericRunner(model, page_size=PAGE)
     runner.allocate(NUM_PAGES)
     assert run_greedy(runner, new_sequences(prompts), chunk=1000) == expected
