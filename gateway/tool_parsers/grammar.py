@@ -42,6 +42,7 @@ from gateway.tool_parsers.base import ToolParser
 from gateway.tool_parsers.registry import FALLBACK, create, resolve_name
 from gateway.tool_parsers.syntax import SYNTAX, Format, Function
 
+_CLOSABLE = {"type", "properties", "required", "title", "description", "$defs", "definitions", "$schema", "examples"}
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_TOOLS = 256
 _MAX_TRIED_CHARS = 64 << 10
@@ -175,7 +176,7 @@ class ToolPlanner:
         parameters = {**parameters, "type": "object"}
         if function.get("strict") is True and (words := self._verdict(parameters)):
             _refuse(f"{place}.function.parameters", f"cannot be enforced, as 'strict' asks: {words}")
-        return Function(name, parameters)
+        return Function(name, _closed(parameters))
 
     def _check_names(self, functions: list[Function]) -> None:
         if len(functions) > MAX_TOOLS:
@@ -184,6 +185,20 @@ class ToolPlanner:
         for name in names:
             if names.count(name) > 1:
                 _refuse("tools", f"two functions are called {name!r}")
+
+
+def _closed(parameters: Format) -> Format:
+    """The parameters without others than the declared ones, where the schema leaves that open.
+
+    A function knows what to do with its own parameters alone. Whatever the closed schema allows the open one
+    does, so long as nothing else in it speaks of properties.
+    """
+    properties, required = parameters.get("properties"), parameters.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list) or not set(parameters) <= _CLOSABLE:
+        return parameters
+    if not all(isinstance(name, str) and name in properties for name in required):
+        return parameters
+    return {**parameters, "additionalProperties": False}
 
 
 def _choice(tool_choice: str | Format | None, names: list[str]) -> tuple[str, list[str]]:

@@ -42,6 +42,24 @@ def _calls(plan: ToolPlan, text: str) -> tuple[str, list[tuple[str, Any]]]:
     return content, [(call.name, json.loads(call.arguments)) for call in calls]
 
 
+@pytest.mark.parametrize(
+    ("schema", "closed"),
+    [
+        ({"properties": {"a": {"enum": [1]}}, "required": ["a"]}, True),
+        ({"type": "object", "properties": {}}, True),
+        ({"type": "object"}, False),
+        ({"properties": {"a": {"enum": [1]}}, "additionalProperties": {"enum": [2]}}, False),
+        ({"properties": {"a": {"enum": [1]}}, "required": ["a", "b"]}, False),
+        ({"properties": {"a": {"enum": [1]}}, "minProperties": 2}, False),
+    ],
+)
+def test_arguments_nobody_declared_are_not_made_up(schema: dict[str, Any], closed: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    plan = ToolPlanner("hermes").plan(tools, "required", False)
+    assert plan.grammar is not None
+    assert ('"additionalProperties": false' in plan.grammar.text) == closed
+
+
 @pytest.mark.parametrize("family", PARSERS)
 def test_required_gives_valid_calls_whatever_the_model_knows(setup: Setup, family: str) -> None:
     plan = _plan(family, "required")
