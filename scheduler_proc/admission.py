@@ -44,9 +44,13 @@ class Admission:
         return min(INITIAL_RATIO * self.conservativeness, 1.0)
 
     def went_well(self) -> None:
-        """A step with decoding rows found its pages."""
+        """A step with decoding rows found its pages.
+
+        A ratio raised far above where it starts falls faster, so that one preemption does not leave pages
+        empty for thousands of steps.
+        """
         floor = self.initial * FLOOR_FRACTION
-        self.ratio = max(floor, self.ratio - (self.initial - floor) / DECAY_STEPS)
+        self.ratio = max(floor, self.ratio - max(self.initial - floor, self.ratio - floor) / DECAY_STEPS)
 
     def idle(self) -> None:
         """Nothing runs: what was learnt of those requests says nothing about the next."""

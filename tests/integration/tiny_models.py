@@ -70,8 +70,8 @@ def generate_alone(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     """What transformers' own greedy ``generate`` gives for one prompt, end-of-sequence ignored."""
     model.set_attn_implementation("eager")
     out = model.generate(
-        torch.tensor([prompt]), max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False, eos_token_id=None,
-        pad_token_id=0, attention_mask=torch.ones((1, len(prompt)), dtype=torch.long),
+        torch.tensor([prompt]), max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False,
+        eos_token_id=None, pad_token_id=0, attention_mask=torch.ones((1, len(prompt)), dtype=torch.long),
     )  # fmt: skip
     return [int(token) for token in out[0, len(prompt) :]]
 

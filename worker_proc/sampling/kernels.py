@@ -82,7 +82,7 @@ def _above(values, weights, bound):  # type: ignore[no-untyped-def]  # pragma: n
             block_mass += w[i] if v[i] >= bound else np.float32(0)
         for i in range(v.size):
             block_count += np.float32(1) if v[i] >= bound else np.float32(0)
-        count += np.int64(block_count)
+        count += int(block_count)
         mass += np.float64(block_mass)
     return count, mass
 
