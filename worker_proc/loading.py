@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from worker_proc.generic.selfcheck import compare, reference_logits
 from worker_proc.memory import PoolRequest, WorkerState, choose_num_pages, free_host_bytes
 from worker_proc.runner import ModelRunner
 
+if TYPE_CHECKING:
+    from worker_proc.kernels.cpu.step_function import StepFunction
+
 log = logging.getLogger(__name__)
 
 
@@ -40,11 +43,16 @@ class LoadedWorker:
 
 
 def load_worker(
-    config: ServerConfig, threads: int, state: WorkerState | None, progress: Callable[[str], None] = log.info
+    config: ServerConfig,
+    threads: int,
+    state: WorkerState | None,
+    progress: Callable[[str], None] = log.info,
+    step: StepFunction | None = None,
 ) -> LoadedWorker:
     """Load the model and choose its path. ``state``: the first incarnation's choices, to be repeated.
 
-    ``progress`` is told what takes long. Raises ``ConfigError`` for anything the user has to change.
+    ``progress`` is told what takes long. ``step``: the fast CPU path's compiled function, when it was
+    begun before torch was imported. Raises ``ConfigError`` for anything the user has to change.
     """
     if config.worker.tp_size != 1:
         raise ConfigError(
@@ -72,7 +80,7 @@ def load_worker(
     page_size = state.page_size if state else config.cache.page_size
     wanted = config.worker.worker_path if state is None else _path_of(state.path)
     if wanted == "cpu-fast" or (wanted == "auto" and device.type == "cpu" and dtype == torch.bfloat16):
-        fast = try_cpu_fast(model, page_size, threads, progress)
+        fast = try_cpu_fast(model, page_size, threads, progress, step)
         if not isinstance(fast, str):
             num_pages = allocate(fast, config, context_length, device, state)
             result = compare(fast, reference, embeddings)
@@ -120,14 +128,16 @@ def _path_of(name: str) -> str:
     return "cpu-fast" if name == "cpu-fast" else "generic"
 
 
-def try_cpu_fast(model: Any, page_size: int, threads: int, progress: Callable[[str], None]) -> ModelRunner | str:
+def try_cpu_fast(
+    model: Any, page_size: int, threads: int, progress: Callable[[str], None], step: StepFunction | None = None
+) -> ModelRunner | str:
     """The fast CPU path for a model, or why it cannot run."""
     try:
         from worker_proc.kernels.cpu.fast_runner import CpuFastRunner
     except ImportError as error:
         return f"it cannot be imported ({error})"
     try:
-        runner: ModelRunner | str = CpuFastRunner.try_build(model, page_size, threads, progress)
+        runner: ModelRunner | str = CpuFastRunner.try_build(model, page_size, threads, progress, step=step)
     except (RuntimeError, ValueError, MemoryError) as error:
         return f"it failed to build ({error})"
     return runner

@@ -39,10 +39,6 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
     # Channels first: what the scheduler sends while the weights load waits in the inbox.
     inbox = context.channels.receiver(context.name)
     outbox = context.channels.sender("scheduler-work")
-    from worker_proc.executor import StepExecutor
-    from worker_proc.loading import load_worker
-
-    imported = time.perf_counter()
     config, rank = context.config, context.index
     state = load_state(context.run_dir, rank)
 
@@ -50,7 +46,16 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
         pulse.detail, pulse.progress = words, pulse.progress + 1
         log.info("%s", words)
 
-    loaded = load_worker(config, threads, state, progress)
+    # Kernels next: they compile, or come from the disk, while torch is imported and the weights load.
+    from worker_proc.kernels.cpu.step_function import begin_early
+
+    path, dtype = (state.path, state.dtype) if state else (config.worker.worker_path, config.model.dtype)
+    step = begin_early(path, config.worker.device, dtype, progress)
+    from worker_proc.executor import StepExecutor
+    from worker_proc.loading import load_worker
+
+    imported = time.perf_counter()
+    loaded = load_worker(config, threads, state, progress, step)
     runner = loaded.runner
     gc.collect()  # the transformers model, where a fast path has packed its weights
     if state is None:

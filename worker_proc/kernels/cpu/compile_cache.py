@@ -33,7 +33,10 @@ Progress = Callable[[str], None]
 
 
 def cache_root() -> Path:
-    """``$XDG_CACHE_HOME/quintet/kernels`` or ``~/.cache/quintet/kernels``."""
+    """``$QUINTET_COMPILE_CACHE``, else ``$XDG_CACHE_HOME/quintet/kernels`` or ``~/.cache/quintet/kernels``."""
+    chosen = os.environ.get("QUINTET_COMPILE_CACHE")
+    if chosen:
+        return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "quintet" / "kernels"
 

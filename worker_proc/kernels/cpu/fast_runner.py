@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit, typeof
 from numpy.typing import NDArray
 
-from worker_proc.kernels.cpu import arch, compile_cache
-from worker_proc.kernels.cpu.forward import PHASES, make_forward
-from worker_proc.kernels.cpu.isa import Isa, detect
+from worker_proc.kernels.cpu import arch
+from worker_proc.kernels.cpu.forward import PHASES
+from worker_proc.kernels.cpu.isa import detect
 from worker_proc.kernels.cpu.layout import BLOCK_TOKENS, SEGMENT_TOKENS
 from worker_proc.kernels.cpu.model_image import ModelImage
 from worker_proc.kernels.cpu.packing import huge_buffer
+from worker_proc.kernels.cpu.step_function import Progress, StepFunction, silent
 from worker_proc.kernels.cpu.thread_team import ThreadTeam
 from worker_proc.kernels.cpu.workspace import Workspace
 from worker_proc.runner import I32, PackedBatch
-
-Progress = Callable[[str], None]
-
-
-def _silent(text: str) -> None:
-    return
-
-
-def compile_main(main: Any, shared: tuple[Any, ...], what: str, progress: Progress) -> None:
-    """Load the step function from disk or compile it, saying which and how long it took."""
-    started = time.monotonic()
-    progress(f"{what}: loading, or compiling on the first start on this machine (about 10 s)")
-    main.compile(tuple(typeof(value) for value in (0, 0, 0, 0, *shared, True)))
-    how = "loaded" if sum(main.stats.cache_hits.values()) else "compiled"
-    progress(f"{what}: {how} in {time.monotonic() - started:.1f} s")
 
 
 class CpuFastRunner:
@@ -47,8 +30,8 @@ class CpuFastRunner:
     batch_invariant = True
     dtype = "bfloat16"
 
-    def __init__(self, image: ModelImage, isa: Isa, page_size: int, num_threads: int, progress: Progress) -> None:
-        self.isa = isa
+    def __init__(self, image: ModelImage, step: StepFunction, page_size: int, num_threads: int) -> None:
+        self.isa = step.isa
         self.page_size = page_size
         self.vocab_size = image.decoder.vocab
         self.num_threads = num_threads
@@ -57,11 +40,8 @@ class CpuFastRunner:
         self._pool: NDArray[np.uint8] | None = None
         self._num_pages = 0
         self._profile: NDArray[np.int64] | None = None
-        main = njit(nogil=True, error_model="numpy")(make_forward(isa))
-        compile_cache.attach(main, "step", isa.name, progress)
         shared = (image.models, image.layers, self._workspace.steps, self._workspace.owns)
-        compile_main(main, shared, f"cpu-fast: {isa.name} kernels", progress)
-        self._team = ThreadTeam(main, num_threads, *shared)
+        self._team = ThreadTeam(step.compiled(), num_threads, *shared)
 
     @classmethod
     def try_build(
@@ -69,19 +49,21 @@ class CpuFastRunner:
         hf_model: Any,
         page_size: int,
         num_threads: int,
-        progress: Progress = _silent,
+        progress: Progress = silent,
         instruction_sets: tuple[str, ...] = (),
+        step: StepFunction | None = None,
     ) -> CpuFastRunner | str:
         """Pack a transformers causal model (bf16); or the reason why this path does not cover it.
 
         ``hf_model``'s weights are copied, except for the embedding: drop the model afterwards.
         ``instruction_sets`` restricts the choice to these names of ``isa.py``; empty: the fastest.
+        ``step``: the step function, compiling since before the weights were loaded.
         """
         if page_size % BLOCK_TOKENS or SEGMENT_TOKENS % page_size:
             return f"page size {page_size}; the CPU fast path takes 16, 32, 64 or 128"
         if num_threads < 1:
             return f"{num_threads} threads; at least 1 is needed"
-        isa = detect(instruction_sets)
+        isa = step.isa if step is not None else detect(instruction_sets)
         if isinstance(isa, str):
             return isa
         try:
@@ -90,8 +72,9 @@ class CpuFastRunner:
             return str(reason)
         except (AttributeError, KeyError) as error:
             return f"the model is not built as its type {hf_model.config.model_type!r} says: {error}"
+        step = step or StepFunction(isa, progress)
         progress(f"cpu-fast: packing weights for {isa.name}")
-        return cls(ModelImage(decoder, page_size, isa), isa, page_size, num_threads, progress)
+        return cls(ModelImage(decoder, page_size, isa), step, page_size, num_threads)
 
     def kv_bytes_per_page(self) -> int:
         """Bytes of a page over all layers."""

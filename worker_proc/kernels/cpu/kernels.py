@@ -40,12 +40,15 @@ def jit_as(tag: str) -> Any:
 
 
 def jit(function: Any) -> Any:
-    """Compile without the interpreter lock, one version for all integer types.
+    """Compile without the interpreter lock, one version for all integer types. For callers in compiled code.
 
     No fast-math: the order of sums is part of the result. Numba would compile a version for each
     constant and each integer width that a call happens to have; that tripled the start-up time.
+    Nor are there wrappers for calls from Python or C, a third of the rest: only the step function is
+    called from there.
     """
-    dispatcher = njit(nogil=True, error_model="numpy")(function)
+    wrap = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+    dispatcher = wrap(function)
     resolve = dispatcher.get_call_template
 
     def get_call_template(args: Any, kws: Any) -> Any:
