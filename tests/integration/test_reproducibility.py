@@ -24,6 +24,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": SHARED + "for i in range", "seed": 2, "top_p": 0.9, "frequency_penalty": 0.3},
     {"prompt": "to be", "seed": 3, "n": 2, "top_k": 50, "repetition_penalty": 1.1},
     {"prompt": [70 + i % 200 for i in range(150)], "seed": 4, "min_p": 0.01},
+    {"prompt": SHARED + "Grüße", "seed": 6, "echo": True},  # the log-probabilities of the prompt, too
     {"prompt": "un deux", "temperature": 0},
     {"prompt": SHARED, "seed": 5, "regex": "[a-z日本é ]{20,60}", "ignore_eos": False},
 ]
@@ -63,8 +64,8 @@ def servers(tiny_folder: Path) -> Iterator[Callable[[str], Server]]:
     several = {
         "roomy": start(tiny_folder, "--max-total-tokens", "16384", "--cpu-threads", "1"),
         "cramped": start(
-            tiny_folder, "--max-total-tokens", "1024", "--cpu-threads", "2", "--chunked-prefill-size", "48",
-            "--schedule-conservativeness", "0.05",
+            tiny_folder, "--max-total-tokens", "640", "--cpu-threads", "2", "--chunked-prefill-size", "48",
+            "--schedule-conservativeness", "0.05", "--schedule-policy", "priority",
         ),
     }  # fmt: skip
     try:
@@ -90,7 +91,7 @@ def alone(servers: Callable[[str], Server]) -> list[list[Any]]:
 
 def test_it_is_not_the_same_for_want_of_chance(alone: list[list[Any]]) -> None:
     texts = [choice[0] for reply in alone for choice in reply]
-    assert len(set(texts)) == len(texts) == 7
+    assert len(set(texts)) == len(texts) == 8
 
 
 def test_with_a_warm_cache(servers: Callable[[str], Server], alone: list[list[Any]]) -> None:
@@ -112,10 +113,11 @@ def test_in_a_full_batch(servers: Callable[[str], Server], alone: list[list[Any]
 def test_after_preemption_in_chunks_and_with_other_threads(
     servers: Callable[[str], Server], alone: list[list[Any]]
 ) -> None:
+    """Requests that matter more come while others run in a pool that is full."""
     server = servers("cramped")
-    assert [ask(server.url, request) for request in REQUESTS] == alone
-    flush(server)
+    several = [{**request, "priority": priority} for priority in (-50, 0, 50) for request in REQUESTS]
     for _ in range(2):
-        found = all_at_once(server.url, REQUESTS * 3)
-        assert found == alone * 3
+        assert all_at_once(server.url, several) == alone * 3
     assert metric(server, "num_preemptions_total") > 0
+    flush(server)
+    assert [ask(server.url, request) for request in REQUESTS] == alone
