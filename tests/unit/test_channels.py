@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -94,16 +95,15 @@ def test_a_receiver_bound_again_takes_the_address_over(channels: Channels) -> No
     first = channels.receiver("detokenizer")
     sender = channels.sender("detokenizer")
     first.close()
-    successor = Channels(channels.run_dir)
-    second = successor.receiver("detokenizer")
-    deadline = time.monotonic() + WAIT_S
-    got: list[TokenBatch] = []
-    while not got:  # what was on its way to the dead one is lost; the cursors above this layer send it again
-        assert time.monotonic() < deadline and sender.send(TokenBatch(scheduler_generation=3, step=1))
-        second.wait(0.05)
-        got = second.receive()
-    assert got[0].scheduler_generation == 3
-    successor.close()
+    with closing(Channels(channels.run_dir)) as successor:
+        second = successor.receiver("detokenizer")
+        deadline = time.monotonic() + WAIT_S
+        got: list[TokenBatch] = []
+        while not got:  # what was on its way to the dead one is lost; the cursors above this layer send it again
+            assert time.monotonic() < deadline and sender.send(TokenBatch(scheduler_generation=3, step=1))
+            second.wait(0.05)
+            got = second.receive()
+        assert got[0].scheduler_generation == 3
 
 
 def test_wait_any_wakes_for_either(channels: Channels) -> None:
