@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,6 @@ from common.errors import InvariantError
 from common.messages import (
     BeginRequest,
     ForwardBatch,
-    Grammar,
     PromptLogprobs,
     RowFailure,
     RowFlag,
@@ -23,6 +22,7 @@ from common.messages import (
     pack_i32,
     unpack_i32,
 )
+from worker_proc.grammar.overlap import GrammarThreads, MaskAhead
 from worker_proc.grammar_protocol import GrammarBackend, GrammarSession, bitmask_words
 from worker_proc.packing import Row, pack, plan_row
 from worker_proc.runner import ModelRunner
@@ -55,19 +55,22 @@ class StepExecutor:
     ) -> None:
         self.runner = runner
         self.sampler = sampler
-        self._backend = grammar_backend
         self._clock = clock
         self._slots: dict[int, Slot] = {}
-        self._compiler = ThreadPoolExecutor(1, "grammar") if grammar_backend is not None else None
+        self._num_words = bitmask_words(runner.vocab_size)
+        self._grammars = (
+            None if grammar_backend is None else GrammarThreads(grammar_backend, self._num_words, clock=clock)
+        )
 
     def reset(self) -> None:
         """Forget every request. Pages need no clearing: nobody reads a cell before it is written."""
-        self._slots.clear()
+        for number in list(self._slots):
+            self._end(number)
 
     def close(self) -> None:
         """Stop the helper thread and the runner."""
-        if self._compiler is not None:
-            self._compiler.shutdown(wait=False, cancel_futures=True)
+        if self._grammars is not None:
+            self._grammars.close()
         self.runner.close()
 
     # ------------------------------------------------------------------ one step
@@ -85,14 +88,17 @@ class StepExecutor:
         prompt_logprobs: list[PromptLogprobs] = []
         forwarded = self._clock()
         if rows:
+            masks = self._masks_ahead(rows)
             logits = self.runner.forward(pack(rows, self.runner.page_size))
             for row in rows:
                 row.slot.computed_len += row.length
             forwarded = self._clock()
+            if masks is not None:
+                masks.result()
             self._sample(logits, rows, outcomes, failures)
             prompt_logprobs = self._prompt_logprobs(logits, rows)
         for slot in unpack_i32(batch.ends):
-            self._slots.pop(int(slot), None)
+            self._end(int(slot))
         return StepResult(
             epoch=batch.epoch,
             step=batch.step,
@@ -118,12 +124,17 @@ class StepExecutor:
         slot = Slot(record)
         slot.failure = slot.validate(self.runner.vocab_size, self.runner.page_size)
         if record.grammar is not None and not slot.failure:
-            if self._compiler is None or self._backend is None:
+            if self._grammars is None:
                 slot.failure = "constrained decoding is switched off (--grammar-backend none)"
             else:
-                outputs = slot.outputs().tolist()
-                slot.grammar = self._compiler.submit(rebuild_session, self._backend, record.grammar, outputs)
+                jumps = slot.sampling.logprobs is None
+                slot.grammar = self._grammars.begin(record.grammar, slot.outputs().tolist(), jumps)
         self._slots[record.slot] = slot
+
+    def _end(self, number: int) -> None:
+        slot = self._slots.pop(number, None)
+        if slot is not None and isinstance(slot.grammar, Future):
+            slot.grammar.cancel()  # nobody needs it any more, and others wait for the thread
 
     def _plan(self, batch: ForwardBatch, outcomes: list[RowOutcome], failures: list[RowFailure]) -> list[Row]:
         """The rows that compute something; page tables grow for all."""
@@ -154,13 +165,37 @@ class StepExecutor:
 
     # ------------------------------------------------------------------ sampling
 
+    def _masks_ahead(self, rows: list[Row]) -> Future[None] | None:
+        """Have the masks of the rows that will sample computed during the forward pass; None if there are none.
+
+        A grammar that is still being compiled brings its first mask with it.
+        """
+        sessions = [row.slot.grammar for row in rows if row.samples and isinstance(row.slot.grammar, MaskAhead)]
+        return self._grammars.prepare(sessions) if sessions and self._grammars is not None else None
+
+    def _ready(self, rows: list[Row], failures: list[RowFailure]) -> list[Row]:
+        """The rows that can sample now. One whose grammar is not compiled yet is postponed, so that nobody
+        waits for it: it gives no id, and its last known id is computed again with its next row."""
+        pending = {id(row): row.slot.grammar for row in rows if isinstance(row.slot.grammar, Future)}
+        if not pending or self._grammars is None:
+            return rows
+        self._grammars.wait(list(pending.values()), others=len(pending) < len(rows))
+        ready = []
+        for row in rows:
+            future = pending.get(id(row))
+            if future is None or future.done():
+                ready.append(row)
+            elif words := self._grammars.overdue(future):
+                self._fail(failures, row.index, row.slot, f"grammar: {words}")
+            else:
+                row.slot.computed_len -= 1
+        return ready
+
     def _sample(self, logits: object, rows: list[Row], outcomes: list[RowOutcome], failures: list[RowFailure]) -> None:
         """Draw, or take from the grammar, the next ids of every row that samples."""
         drawn: list[Row] = []
         requests: list[SampleRequest] = []
-        for row in rows:
-            if not row.samples:
-                continue
+        for row in self._ready([row for row in rows if row.samples], failures):
             try:
                 request = self._request(row, outcomes[row.index])
             except Exception as error:  # the grammar of one request
@@ -202,7 +237,7 @@ class StepExecutor:
         if session is not None:
             if self._jump_forward(slot, session, outcome):
                 return None
-            mask = np.zeros(bitmask_words(self.runner.vocab_size), np.int32)
+            mask = np.empty(self._num_words, np.int32)
             if not session.fill_bitmask(mask):
                 mask = None
         return SampleRequest(
@@ -273,14 +308,6 @@ class StepExecutor:
             records = [_record(top) for top in tops] if k > 0 else []
             out.append(PromptLogprobs(row.index, row.start + 1, pack_f32(values), records))
         return out
-
-
-def rebuild_session(backend: GrammarBackend, grammar: Grammar, outputs: list[int]) -> GrammarSession:
-    """Compile a grammar and replay the ids already generated. Raises ``ValueError`` if they do not fit it."""
-    session = backend.compile(grammar)
-    for token in outputs:
-        session.accept_token(token)
-    return session
 
 
 def _record(top: TopTokens) -> TopLogprobs:

@@ -87,7 +87,6 @@ def test_a_tokenizer_larger_than_the_model_is_cut(setup: Setup, tmp_path: Path) 
     session = backend.compile(Grammar(kind="regex", text="(?s:.+)"))
     row = np.full(bitmask_words(100), -1, np.int32)
     assert session.fill_bitmask(row) and row.any()
-    backend.close()
 
 
 def test_before_a_lazy_trigger_there_is_no_mask(setup: Setup) -> None:
@@ -158,24 +157,6 @@ def test_structural_tags_tell_when_a_call_is_open(setup: Setup) -> None:
     assert session.in_tool_call()
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_batch_of_masks_equals_single_ones(setup: Setup, tmp_path: Path, threads: int) -> None:
-    file = tmp_path / "tokenizer.json"
-    file.write_text(setup.tokenizer.to_str())
-    backend = LLGuidanceBackend(file, setup.vocab_size, [setup.eos], threads=threads)
-    sessions = [backend.compile(Grammar(kind="regex", text=f"[a-{last}]+")) for last in "bcdefgh"]
-    sessions.append(backend.compile(Grammar(kind="regex", text="x", lazy_trigger="<t>")))
-    words = bitmask_words(setup.vocab_size)
-    for _ in range(3):
-        backend._mask_s = 1.0  # a costly mask, as measured before: with two threads the pool is used
-        batch = np.zeros((len(sessions), words), np.int32)
-        assert backend.fill_bitmasks_async(sessions, batch).result() == [True] * 7 + [False]
-        for session, row in zip(sessions[:7], batch, strict=False):
-            single = np.zeros(words, np.int32)
-            assert session.fill_bitmask(single) and np.array_equal(single, row)
-    backend.close()
-
-
 def test_the_cache_is_bounded_and_sessions_do_not_share_state(setup: Setup, tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_text(setup.tokenizer.to_str())
@@ -187,10 +168,9 @@ def test_the_cache_is_bounded_and_sessions_do_not_share_state(setup: Setup, tmp_
     for number in range(20):
         backend.compile(Grammar(kind="regex", text=f"a{number}"))
     assert len(backend._cache) == 4
-    assert backend.compile_async(Grammar(kind="regex", text="ab")).result().forced_tokens()
+    assert backend.compile(Grammar(kind="regex", text="ab")).forced_tokens()
     with pytest.raises(ValueError, match="unclosed"):
         backend.compile(Grammar(kind="regex", text="(a"))
-    backend.close()
 
 
 def test_a_regex_that_explodes_is_refused_or_bounded(setup: Setup) -> None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
-from llguidance import LLExecutor, LLTokenizer
-from numpy.typing import NDArray
+from llguidance import LLTokenizer
 
 from common.errors import RequestError
 from common.grammar_compile import compile_matcher, special_tokens_of
@@ -23,21 +19,17 @@ MAX_CACHED_GRAMMARS = 256
 MAX_CACHED_CHARS = 16 << 20
 """Of the grammars' texts together: a bound on memory that many large schemas reach first."""
 
-_PARALLEL_WORTH_S = 2e-3
-"""Starting llguidance's thread pool costs a fraction of a millisecond: only a batch that would take
-longer than this in one thread is given to it."""
-
 _MAX_TRIGGERS = 64
 
 _Key = tuple[str, str, str]
 
 
 class LLGuidanceBackend:
-    """Compiles grammars and fills masks (``worker_proc.grammar_protocol.GrammarBackend``).
+    """Compiles grammars (``worker_proc.grammar_protocol.GrammarBackend``).
 
     ``tokenizer_json``: path of the model's tokenizer.json. ``vocab_size``: columns of the logits; ids
-    the tokenizer does not know (padding) are never allowed. ``compile`` and ``compile_async`` may be
-    called from any thread, everything else from the step loop's.
+    the tokenizer does not know (padding) are never allowed. ``compile`` may be
+    called from any thread; llguidance releases the GIL meanwhile.
     """
 
     def __init__(
@@ -47,7 +39,6 @@ class LLGuidanceBackend:
         eos_token_ids: Iterable[int],
         *,
         max_cached: int = MAX_CACHED_GRAMMARS,
-        threads: int = 1,
     ) -> None:
         path = Path(tokenizer_json)
         self._eos = tuple(eos_token_ids)
@@ -65,11 +56,6 @@ class LLGuidanceBackend:
         self._crossing: dict[bytes, bool] = {}
         """Trigger -> whether a token crosses its end: a pass over the vocabulary, and few triggers."""
         self._lock = threading.Lock()
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar-compile")
-        self._filler = ThreadPoolExecutor(1, thread_name_prefix="grammar-mask")
-        self._executor = LLExecutor(threads) if threads > 1 else None
-        self._mask_s = 0.0
-        """Running mean of the time one mask takes."""
 
     def compile(self, grammar: Grammar) -> LLGuidanceSession:
         """A session at the beginning of the output. Raises ``ValueError`` with words for the client."""
@@ -85,64 +71,6 @@ class LLGuidanceBackend:
                 raise ValueError(error.info.message) from None
             self._remember(key, compiled)
         return LLGuidanceSession(compiled)
-
-    def compile_async(self, grammar: Grammar) -> Future[LLGuidanceSession]:
-        """As ``compile``, off the step loop. llguidance releases the GIL while it compiles."""
-        return self._compiler.submit(self.compile, grammar)
-
-    def fill_bitmasks(
-        self, sessions: Sequence[LLGuidanceSession], bitmask: NDArray[np.int32]
-    ) -> list[bool | ValueError]:
-        """Masks of a batch: row i of ``bitmask`` (int32 [R, words], C order) for session i.
-
-        Per row what ``fill_bitmask`` returns, or the error it raises: a failing row fails alone.
-        """
-        started = time.perf_counter()
-        parallel = self._executor is not None and self._mask_s * len(sessions) > _PARALLEL_WORTH_S
-        results = self._fill_parallel(sessions, bitmask) if parallel else self._fill_in_turn(sessions, bitmask)
-        if sessions and not parallel:
-            self._mask_s += 0.1 * ((time.perf_counter() - started) / len(sessions) - self._mask_s)
-        return results
-
-    def fill_bitmasks_async(
-        self, sessions: Sequence[LLGuidanceSession], bitmask: NDArray[np.int32]
-    ) -> Future[list[bool | ValueError]]:
-        """As ``fill_bitmasks``, in a thread, while the forward pass runs. The sessions must not be
-        advanced before the result is there."""
-        return self._filler.submit(self.fill_bitmasks, sessions, bitmask)
-
-    def close(self) -> None:
-        """Stop the threads."""
-        self._compiler.shutdown(wait=False, cancel_futures=True)
-        self._filler.shutdown(wait=False, cancel_futures=True)
-
-    def _fill_in_turn(
-        self, sessions: Sequence[LLGuidanceSession], bitmask: NDArray[np.int32]
-    ) -> list[bool | ValueError]:
-        results: list[bool | ValueError] = []
-        for session, row in zip(sessions, bitmask, strict=True):
-            try:
-                results.append(session.fill_bitmask(row))
-            except ValueError as error:
-                results.append(error)
-        return results
-
-    def _fill_parallel(
-        self, sessions: Sequence[LLGuidanceSession], bitmask: NDArray[np.int32]
-    ) -> list[bool | ValueError]:
-        words = (self._tokenizer.vocab_size + 31) // 32
-        if self._executor is None or not bitmask.flags.c_contiguous or bitmask.shape[1] != words:
-            return self._fill_in_turn(sessions, bitmask)
-        matchers = [(session.matcher, row) for row, session in enumerate(sessions) if session.matcher is not None]
-        self._executor.unsafe_compute_mask_ptr(matchers, bitmask.ctypes.data, words * 4, bitmask.shape[0])
-        results: list[bool | ValueError] = [session.matcher is not None for session in sessions]
-        for row, session in enumerate(sessions):
-            if results[row]:
-                try:
-                    session.check_filled(bitmask[row])
-                except ValueError as error:
-                    results[row] = error
-        return results
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         matcher = compile_matcher(to_llguidance(grammar, self._special), self._tokenizer)

@@ -50,14 +50,9 @@ class LLGuidanceSession:
         self._in_call = compiled.call_triggers == ()
         self._call_tail = b""
 
-    @property
-    def matcher(self) -> LLMatcher | None:
-        """The matcher whose mask comes next; None while everything is allowed."""
-        return self._matcher or self._lookout
-
     def fill_bitmask(self, row: Bitmask) -> bool:
         """See the protocol. Writes in place, about 2 to 30 us for usual grammars."""
-        matcher = self.matcher
+        matcher = self._matcher or self._lookout
         if matcher is None:
             return False
         vocab_words = (self._compiled.tokenizer.vocab_size + 31) // 32
@@ -68,13 +63,13 @@ class LLGuidanceSession:
             mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
             row.fill(0)
             row[: mask.size] = mask[: row.size]
-        self.check_filled(row)
+        self._check_filled(matcher, row)
         return True
 
-    def check_filled(self, row: Bitmask) -> None:
+    @staticmethod
+    def _check_filled(matcher: LLMatcher, row: Bitmask) -> None:
         """Raises ``ValueError`` when the matcher failed or allows nothing."""
-        matcher = self.matcher
-        if matcher is not None and matcher.is_error():
+        if matcher.is_error():
             raise ValueError(f"the grammar became too costly here: {matcher.get_error().splitlines()[0]}")
         if not row.any():
             raise ValueError("the grammar allows no token of this model's vocabulary here")
