@@ -133,6 +133,8 @@ class Plan:
     cache_salt: str = ""
     timeout_s: float | None = None
     discard_output: bool = False
+    rids: Sequence[str] = ()
+    """The client's own names of the generations, one per prompt; empty: made from ``call_id``."""
 
     def exchange(self, deps: Deps) -> Exchange:
         """One OpenRequest per prompt and choice; choice index = prompt index * n + choice of the prompt.
@@ -152,7 +154,7 @@ class Plan:
         for index in range(total):
             prompt, choice = divmod(index, self.n)
             generate = Generate(
-                rid=self.call_id if total == 1 else f"{self.call_id}-{index}",
+                rid=self.rids[index] if self.rids else self.call_id if total == 1 else f"{self.call_id}-{index}",
                 gateway=engine.gateway,
                 group=self.call_id if total > 1 else None,
                 prompt=self.prompts[prompt],

@@ -7,6 +7,7 @@ are null in log-probabilities where the engine sends text alone.
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Annotated, Any
 
@@ -37,6 +38,24 @@ from gateway.request import Delta, Exchange
 from gateway.respond import EngineReply
 
 DEFAULT_MAX_NEW_TOKENS = 128
+
+
+_RID = r"^[\x21-\x7e]+$"
+_RID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": _RID}
+
+
+def _rid(value: Any) -> str | list[str] | None:
+    for name in value if isinstance(value, list) else () if value is None else [value]:
+        if not isinstance(name, str) or len(name) > 128 or not re.fullmatch(_RID, name) or name.endswith("\n"):
+            raise ValueError("must be 1 to 128 visible ASCII characters, or a list of such names, one per prompt")
+    return value  # type: ignore[no-any-return]
+
+
+RidField = Annotated[
+    str | list[str] | None,
+    PlainValidator(_rid),
+    WithJsonSchema({"anyOf": [_RID_SCHEMA, {"type": "array", "items": _RID_SCHEMA, "minItems": 1}, {"type": "null"}]}),
+]
 
 
 class NativeSampling(Body):
@@ -77,7 +96,7 @@ class GenerateBody(Body):
         WithJsonSchema({"anyOf": [*PROMPT_SCHEMA["anyOf"][2:], {"type": "null"}]}),
     ] = None  # fmt: skip
     sampling_params: NativeSampling | None = None
-    rid: str | None = Field(default=None, min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")
+    rid: RidField = None
     stream: bool | None = None
     return_logprob: bool | None = None
     logprob_start_len: int | None = Field(default=None, ge=-1, le=MAX_INT32)
@@ -108,7 +127,7 @@ async def generate(request: Request, deps: Deps) -> Response:
         for name in ("top_logprobs_num", "logprob_start_len"):
             if getattr(body, name) is not None:
                 raise RequestError(f"'{name}' needs 'return_logprob': true", param=name)
-    if body.rid is not None and deps.engine.has_open(body.rid):
+    if isinstance(body.rid, str) and deps.engine.has_open(body.rid):  # of a list: seen when it is submitted
         # Also as the id of a call of several generations, which have rids of their own.
         raise RequestError(f"the rid {body.rid!r} is already in use", status=409, param="rid")
     fields = _fields(native)
@@ -129,7 +148,8 @@ async def generate(request: Request, deps: Deps) -> Response:
     several = n > 1 or (isinstance(raw, list) and isinstance(raw[0], (list, str)))
     engine_form: list[Prompt] = engine_prompts(prompts, model, True)
     plan = Plan(
-        call_id=body.rid or new_generate_id("gen-"),
+        call_id=body.rid if isinstance(body.rid, str) else new_generate_id("gen-"),
+        rids=_rids(body.rid, len(prompts), n) if isinstance(body.rid, list) else (),
         prompts=engine_form,
         n=n,
         seed=native.sampling_seed,
@@ -147,6 +167,15 @@ async def generate(request: Request, deps: Deps) -> Response:
         with_text=bool(body.return_text_in_logprobs),
     )
     return EngineReply(deps.engine, exchange, formatter, stream=bool(body.stream))
+
+
+def _rids(rids: list[str], num_prompts: int, n: int) -> list[str]:
+    if len(rids) != num_prompts or n != 1:
+        words = f"'rid' names {len(rids)} generations, this call has {num_prompts} prompts with n={n}"
+        raise RequestError(words, param="rid", code="invalid_value")
+    if len(set(rids)) != len(rids):
+        raise RequestError("'rid' has a name twice", param="rid", code="invalid_value")
+    return rids
 
 
 def _fields(native: NativeSampling) -> GenerationFields:

@@ -139,3 +139,9 @@ def test_sglangs_form_takes_ids_batches_and_a_rid(client: httpx.Client) -> None:
     assert first["output_ids"] == one["output_ids"]
     assert len(first["meta_info"]["input_token_logprobs"]) == len(tokens)
     assert second["meta_info"]["input_token_logprobs"] == [[None, None, None]]
+    batch = {"text": ["to be", "or"], "sampling_params": sampling}
+    named = client.post("/generate", json={**batch, "rid": ["a", "b"]}).json()
+    assert [one["meta_info"]["id"] for one in named] == ["a", "b"]
+    for rids in (["a"], ["a", "a"], ["a", ""], ["a", 1], [], 7, "a b", "a\n"):
+        refused = client.post("/generate", json={**batch, "rid": rids})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "rid", refused.text
