@@ -3,25 +3,78 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
+
+SPARE_CORE_FROM = 8
+"""With so many cores one is left for the other processes. With fewer it would cost the step more than they need."""
 
 
 def num_threads(requested: int, tp_size: int = 1) -> int:
-    """Threads of this worker: as asked, or the cores this process may use, shared with the other ranks."""
+    """Threads of this worker: as asked, or its share of the cores this process may use.
+
+    These are the cores of its affinity mask, at most as many as the container's CPU quota pays for
+    (rounded down: a thread more would be throttled, and the others wait for it), less one for the
+    other processes from :data:`SPARE_CORE_FROM` cores on, divided among the ranks; at least 1.
+    """
     if requested > 0:
         return requested
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return max(1, min(cores, _cgroup_cores() or cores) // tp_size)
+    return default_threads(cores, cgroup_cores(), tp_size)
 
 
-def _cgroup_cores(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Whole cores of a container's CPU quota (cgroup v2), 0 for no quota: more threads would only be throttled."""
+def default_threads(cores: int, quota_cores: float, tp_size: int = 1) -> int:
+    """The rule of :func:`num_threads`. ``cores``: of the affinity mask; ``quota_cores``: 0 for no quota."""
+    usable = max(1, min(cores, int(quota_cores))) if quota_cores else cores
+    if usable >= SPARE_CORE_FROM:
+        usable -= 1
+    return max(1, usable // tp_size)
+
+
+def cgroup_cores(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """CPU quota in cores, the least of this process's cgroup and all above it; 0 without any.
+
+    Both versions: ``cpu.max`` (v2), ``cpu.cfs_quota_us`` and ``cpu.cfs_period_us`` (v1, and hybrids).
+    Inside a container the paths of ``own`` may be the host's and not exist here; then the root counts.
+    """
+    found = [quota for folder in _cgroup_folders(root, own) for quota in _quotas(folder)]
+    return min(found, default=0.0)
+
+
+def _cgroup_folders(root: Path, own: Path) -> Iterator[Path]:
+    """Folders that may limit this process: where the CPU controller is mounted, and its own groups below."""
     try:
-        quota, period = path.read_text().split()
-        return 0 if quota == "max" else max(1, int(quota) // int(period))
-    except (OSError, ValueError):
-        return 0
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        lines = []
+    groups = {name for _, controllers, name in (line for line in lines if len(line) == 3)
+              if not controllers or "cpu" in controllers.split(",")}  # fmt: skip
+    for mount in (root, root / "unified", root / "cpu", root / "cpu,cpuacct"):
+        yield mount
+        for name in sorted(groups):
+            parts = [part for part in name.split("/") if part not in ("", "..")]
+            for depth in range(1, len(parts) + 1):
+                yield mount.joinpath(*parts[:depth])
+
+
+def _quotas(folder: Path) -> Iterator[float]:
+    """The quotas that a cgroup folder's files state, in cores."""
+    for read in (_quota_v2, _quota_v1):
+        try:
+            quota, period = read(folder)
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        if quota > 0 and period > 0:  # v1 says -1 for no quota
+            yield quota / period
+
+
+def _quota_v2(folder: Path) -> tuple[int, int]:
+    quota, period = (folder / "cpu.max").read_text().split()
+    return int(quota), int(period)
+
+
+def _quota_v1(folder: Path) -> tuple[int, int]:
+    return int((folder / "cpu.cfs_quota_us").read_text()), int((folder / "cpu.cfs_period_us").read_text())
 
 
 def set_thread_environment(environ: MutableMapping[str, str], threads: int) -> None:
