@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,14 @@ def test_panels_hold_pairs_of_inputs_for_sixteen_columns() -> None:
         assert packed[panel, step, block, pair, column, half] == expected
 
 
+def test_panels_packed_by_several_threads_and_from_an_odd_start_are_the_same() -> None:
+    weight = torch.randn(1 + 5 * 32 * 64).to(torch.bfloat16)[1:].view(5 * 32, 64)
+    out = np.zeros(2 * weight.numel(), np.uint8)
+    with ThreadPoolExecutor(3) as pool:
+        packing.pack_on(pool, 3, weight, out)
+    assert np.array_equal(out.view(np.uint16), packing.pack_panels(weight.clone()))
+
+
 def test_gate_and_up_alternate_in_blocks_of_sixteen() -> None:
     rows = packing.interleave_gate_up(torch.arange(32), torch.arange(100, 132))
     assert rows.tolist() == [*range(16), *range(100, 116), *range(16, 32), *range(116, 132)]
@@ -54,6 +63,14 @@ def test_padded_heads_keep_their_columns_and_add_zeros() -> None:
     heads = packing.pad_heads(torch.ones(2 * 24, 3), 2, 24)
     assert heads.shape == (64, 3)
     assert heads[:, 0].nonzero().flatten().tolist() == [*range(24), *range(32, 56)]
+
+
+def test_padded_head_columns_are_the_padded_rows_of_the_transpose() -> None:
+    weight = torch.arange(5 * 2 * 24).view(5, 48)
+    padded = packing.pad_head_columns(weight, 2, 24)
+    assert padded.shape == (5, 64)
+    assert torch.equal(padded[:, :24], weight[:, :24]) and torch.equal(padded[:, 32:56], weight[:, 24:])
+    assert not padded[:, 24:32].any() and not padded[:, 56:].any()
 
 
 def test_activation_rows_never_share_a_cache_set() -> None:
@@ -116,7 +133,7 @@ def test_a_folder_open_to_others_is_not_used(tmp_path: Path) -> None:
 def test_compiled_code_is_loaded_again_and_a_broken_file_is_compiled_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("QUINTET_COMPILE_CACHE", str(tmp_path / "chosen"))
 
     def fresh() -> Any:
         function = njit(lambda a: a + 41)
@@ -125,7 +142,7 @@ def test_compiled_code_is_loaded_again_and_a_broken_file_is_compiled_anew(
 
     first = fresh()
     assert first(1) == 42 and not sum(first.stats.cache_hits.values())
-    (file,) = tmp_path.rglob("plus-*.bin")
+    (file,) = (tmp_path / "chosen").rglob("plus-*.bin")
     second = fresh()
     assert second(1) == 42 and sum(second.stats.cache_hits.values()) == 1
     file.write_bytes(b"broken")

@@ -74,7 +74,7 @@ class CpuFastRunner:
             return f"the model is not built as its type {hf_model.config.model_type!r} says: {error}"
         step = step or StepFunction(isa, progress)
         progress(f"cpu-fast: packing weights for {isa.name}")
-        return cls(ModelImage(decoder, page_size, isa), step, page_size, num_threads)
+        return cls(ModelImage(decoder, page_size, isa, num_threads), step, page_size, num_threads)
 
     def kv_bytes_per_page(self) -> int:
         """Bytes of a page over all layers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,15 @@ from numpy.typing import NDArray
 from worker_proc.kernels.cpu.arch import Decoder, Layer
 from worker_proc.kernels.cpu.isa import Isa
 from worker_proc.kernels.cpu.layout import LAYER, MODEL, pad32
-from worker_proc.kernels.cpu.packing import Arena, interleave_gate_up, pack_panels, pad_halves, pad_heads, padded
+from worker_proc.kernels.cpu.packing import (
+    Arena,
+    interleave_gate_up,
+    pack_on,
+    pad_halves,
+    pad_head_columns,
+    pad_heads,
+    padded,
+)
 from worker_proc.kernels.cpu.tiles import tile_config
 
 
@@ -38,7 +47,7 @@ class ModelImage:
     where it is. A tied head is packed on its own, so it takes memory twice.
     """
 
-    def __init__(self, decoder: Decoder, page_size: int, isa: Isa) -> None:
+    def __init__(self, decoder: Decoder, page_size: int, isa: Isa, num_threads: int = 1) -> None:
         self.decoder = decoder
         self.head_pad = pad32(decoder.head_dim)
         self.hidden_pad, self.inner_pad = pad32(decoder.hidden), pad32(decoder.inner)
@@ -52,10 +61,12 @@ class ModelImage:
         ropes = {}
         for kind, (freq, scale) in decoder.ropes.items():
             ropes[kind] = self._hold(_positions_table(freq, scale, decoder.max_positions))
-        for record, layer in zip(self.layers, decoder.layers, strict=True):
-            self._fill_layer(record, layer)
-            record["rope"] = ropes[layer.rope]
-        self._fill_model(page_size, isa)
+        self._num_threads = num_threads
+        with ThreadPoolExecutor(num_threads, "pack") as self._pool:
+            for record, layer in zip(self.layers, decoder.layers, strict=True):
+                self._fill_layer(record, layer)
+                record["rope"] = ropes[layer.rope]
+            self._fill_model(page_size, isa)
 
     @property
     def weight_bytes(self) -> int:
@@ -74,7 +85,9 @@ class ModelImage:
         return int(values.ctypes.data)
 
     def _weights(self, weight: torch.Tensor, rows: int, columns: int) -> int:
-        return self._arena.put(pack_panels(padded(weight.detach(), rows, columns)))
+        place = self._arena.take(2 * rows * columns)
+        pack_on(self._pool, self._num_threads, padded(weight.detach(), rows, columns), place)
+        return int(place.ctypes.data)
 
     def _bias(self, bias: torch.Tensor | None, size: int) -> int:
         return 0 if bias is None else self._hold(_vector(bias, size))
@@ -93,11 +106,11 @@ class ModelImage:
             biases = [pad(m.bias.detach(), n, d.head_dim) for (m, n), pad in zip(heads, pads, strict=True)]
             record["qkv_b"] = self._bias(torch.cat(biases), columns)
         # Attention's output has padded heads, so its weight has zero columns there.
-        o = pad_heads(layer.o.weight.detach().T.contiguous(), d.num_heads, d.head_dim).T
+        o = pad_head_columns(layer.o.weight.detach(), d.num_heads, d.head_dim)
         record["o_w"] = self._weights(o, self.hidden_pad, d.num_heads * self.head_pad)
         record["o_b"] = self._bias(layer.o.bias, self.hidden_pad)
         gate, up = (padded(m.weight.detach(), self.inner_pad, self.hidden_pad) for m in (layer.gate, layer.up))
-        record["gate_up_w"] = self._arena.put(pack_panels(interleave_gate_up(gate, up)))
+        record["gate_up_w"] = self._weights(interleave_gate_up(gate, up), 2 * self.inner_pad, self.hidden_pad)
         if layer.gate.bias is not None:
             pair = [torch.from_numpy(_vector(m.bias, self.inner_pad)) for m in (layer.gate, layer.up)]
             record["gate_up_b"] = self._hold(interleave_gate_up(*pair).numpy())

@@ -1,0 +1,68 @@
+"""When the fast path's compiled step is begun early, and what its thread tells and hands over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from numba.core.errors import TypingError
+
+from worker_proc.kernels.cpu import isa, step_function
+
+
+class Recorded(step_function.StepFunction):
+    """Begins nothing."""
+
+    def __init__(self, chosen: isa.Isa, progress: step_function.Progress = step_function.silent) -> None:
+        self.isa = chosen
+
+
+@pytest.mark.parametrize(
+    ("flags", "found", "gpu", "begun"),
+    [
+        (("auto", "auto", "auto"), isa.AMX, False, True),
+        (("cpu-fast", "cpu", "bfloat16"), isa.AVX2, True, True),
+        (("auto", "auto", "auto"), isa.AMX, True, False),  # perhaps the model runs on the GPU
+        (("auto", "cuda", "auto"), isa.AMX, False, False),
+        (("generic", "cpu", "auto"), isa.AMX, False, False),
+        (("generic-torch", "cpu", "bfloat16"), isa.AMX, False, False),  # the path of the worker before
+        (("auto", "cpu", "float32"), isa.AMX, False, False),
+        (("auto", "cpu", "auto"), isa.AVX2, False, False),  # float32 is the default there
+        (("auto", "cpu", "auto"), "no vector instructions", False, False),
+    ],
+)
+def test_begins_early_only_where_the_fast_path_is_expected(
+    flags: tuple[str, str, str],
+    found: isa.Isa | str,
+    gpu: bool,
+    begun: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_function, "detect", lambda: found)
+    monkeypatch.setattr(step_function, "StepFunction", Recorded)
+    nvidia = tmp_path / "nvidiactl"
+    if gpu:
+        nvidia.touch()
+    step = step_function.begin_early(*flags, step_function.silent, nvidia)
+    assert (step is not None) == begun
+    assert step is None or step.isa is found
+
+
+def test_an_error_of_the_compiler_reaches_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(chosen: isa.Isa) -> None:
+        raise TypingError("not on this machine")
+
+    monkeypatch.setattr(step_function, "make_forward", fails)
+    with pytest.raises(RuntimeError, match="cannot compile its kernels: not on this machine"):
+        step_function.StepFunction(isa.AVX2).compiled()
+
+
+@pytest.mark.skipif(isinstance(isa.detect(), str), reason="no instruction set for the fast path")
+def test_the_thread_tells_that_it_begins_and_ends() -> None:
+    chosen = isa.detect()
+    assert isinstance(chosen, isa.Isa)
+    told: list[str] = []
+    step_function.StepFunction(chosen, told.append).compiled()
+    assert "loading, or compiling" in told[-2]
+    assert "loaded in" in told[-1] or "compiled in" in told[-1]
