@@ -137,15 +137,15 @@ def tile_rate(isa: Isa, num_threads: int) -> Callable[[], float]:
 
 def work_of(case: Case, runner: CpuFastRunner) -> tuple[float, float]:
     """(bytes that must be read, floating point operations) of a step."""
-    d = runner._image.decoder
+    d = runner._image.shape
     per_layer = d.hidden * d.head_dim * (2 * d.num_heads + 2 * d.num_kv_heads) + 3 * d.hidden * d.inner
     tokens = case.rows * case.new
-    kv_token = 4 * d.num_kv_heads * d.head_dim * len(d.layers)
+    kv_token = 4 * d.num_kv_heads * d.head_dim * d.num_layers
     seen = case.context - (case.new - 1) / 2
-    flops: float = 2 * tokens * per_layer * len(d.layers) + 2 * case.rows * d.hidden * d.vocab
-    flops += 4 * tokens * seen * d.num_heads * d.head_dim * len(d.layers)
+    flops: float = 2 * tokens * per_layer * d.num_layers + 2 * case.rows * d.hidden * d.vocab
+    flops += 4 * tokens * seen * d.num_heads * d.head_dim * d.num_layers
     own = case.rows * (case.context - case.shared) + case.shared
-    return 2 * (per_layer * len(d.layers) + d.hidden * d.vocab) + kv_token * own, flops
+    return 2 * (per_layer * d.num_layers + d.hidden * d.vocab) + kv_token * own, flops
 
 
 def run_case(case: Case, runner: CpuFastRunner, seconds: float) -> tuple[list[float], list[float]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -139,6 +141,26 @@ def test_sizes_are_those_of_the_pool_and_weights(runner: CpuFastRunner) -> None:
     assert runner.weight_bytes() > 0
     with pytest.raises(RuntimeError, match="exists already"):
         runner.allocate(1)
+
+
+def test_the_model_is_not_kept() -> None:
+    model = tiny_model("llama")
+    parts = [weakref.ref(module) for module in (model, model.lm_head, model.model.layers[0].mlp.down_proj)]
+    built = make_runner(model)
+    del model
+    gc.collect()
+    assert [part() for part in parts] == [None] * 3
+    assert whole(built, [1, 2, 3]).shape == (3, VOCAB)
+    built.close()
+
+
+def test_a_tied_embedding_is_not_stored_twice() -> None:
+    sizes = []
+    for name in ("llama", "llama-tied-llama3-rope"):
+        built = make_runner(tiny_model(name))
+        sizes.append(built.weight_bytes())
+        built.close()
+    assert sizes[0] - sizes[1] == -(-VOCAB * 72 * 2 // 64) * 64  # rows of 72 bf16, to the next cache line
 
 
 def test_close_twice_and_forward_after_it(runner: CpuFastRunner) -> None:

@@ -77,9 +77,10 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Decoder:
-    """A model as the fast path sees it. Norm weights have their offset added, float32."""
+class Shape:
+    """A model's sizes and constants: what is still needed of it when its weights are packed."""
 
+    num_layers: int
     hidden: int
     inner: int
     vocab: int
@@ -91,6 +92,15 @@ class Decoder:
     score_scale: float
     embed_scale: float
     gelu: bool
+    post_norms: bool
+    """Norms before the residual sums (Gemma)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A model as the fast path sees it. Norm weights have their offset added, float32."""
+
+    shape: Shape
     embedding: torch.Tensor
     head: torch.nn.Linear
     final_norm: torch.Tensor
@@ -200,12 +210,15 @@ def describe(hf_model: Any) -> Decoder:
     _require(group == int(group) and group <= 32, f"{group} query heads per kv head, at most 32")
     _require(head_dim % 2 == 0 and head_dim <= 256, f"head size {head_dim}, at most 256")
     scale = getattr(model.embed_tokens, "embed_scale", None)
-    return Decoder(
-        hidden=config.hidden_size, inner=config.intermediate_size, vocab=config.vocab_size,
+    shape = Shape(
+        num_layers=len(layers), hidden=config.hidden_size, inner=config.intermediate_size, vocab=config.vocab_size,
         num_heads=config.num_attention_heads, num_kv_heads=config.num_key_value_heads, head_dim=head_dim,
         max_positions=config.max_position_embeddings, norm_eps=float(config.rms_norm_eps),
         score_scale=float(model.layers[0].self_attn.scaling),
         embed_scale=1.0 if scale is None else float(scale.to(torch.bfloat16)),
-        gelu=arch.activations[0] != "silu", embedding=model.embed_tokens.weight.detach(), head=hf_model.lm_head,
+        gelu=arch.activations[0] != "silu", post_norms=layers[0].attn_post_norm is not None,
+    )  # fmt: skip
+    return Decoder(
+        shape=shape, embedding=model.embed_tokens.weight.detach(), head=hf_model.lm_head,
         final_norm=_norm(model.norm, arch), layers=layers, ropes=ropes,
     )  # fmt: skip

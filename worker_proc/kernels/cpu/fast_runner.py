@@ -33,7 +33,7 @@ class CpuFastRunner:
     def __init__(self, image: ModelImage, step: StepFunction, page_size: int, num_threads: int) -> None:
         self.isa = step.isa
         self.page_size = page_size
-        self.vocab_size = image.decoder.vocab
+        self.vocab_size = image.shape.vocab
         self.num_threads = num_threads
         self._image = image
         self._workspace = Workspace(image, num_threads)
@@ -55,7 +55,7 @@ class CpuFastRunner:
     ) -> CpuFastRunner | str:
         """Pack a transformers causal model (bf16); or the reason why this path does not cover it.
 
-        ``hf_model``'s weights are copied, except for the embedding: drop the model afterwards.
+        ``hf_model``'s weights are copied: drop the model afterwards.
         ``instruction_sets`` restricts the choice to these names of ``isa.py``; empty: the fastest.
         ``step``: the step function, compiling since before the weights were loaded.
         """
@@ -81,7 +81,7 @@ class CpuFastRunner:
         return self._image.page_bytes * len(self._image.layers)
 
     def weight_bytes(self) -> int:
-        """Bytes of packed weights and the embedding."""
+        """Bytes of packed weights and of an embedding of its own."""
         return self._image.weight_bytes
 
     def allocate(self, num_pages: int) -> None:
@@ -104,7 +104,7 @@ class CpuFastRunner:
             raise RuntimeError("allocate() the KV pool before forward()")
         limits = (
             ("token id", batch.ids, self.vocab_size),
-            ("position", batch.positions, self._image.decoder.max_positions),
+            ("position", batch.positions, self._image.shape.max_positions),
             ("page id", batch.page_table, self._num_pages),
             ("logit row", batch.logit_rows, len(batch.ids)),
         )

@@ -78,7 +78,8 @@ MODEL = np.dtype(
     ],
     align=True,
 )
-"""One record. ``embedding``: bf16 [vocab, hidden]; weights: packed panels; ``score_scale`` includes log2(e)."""
+"""One record. ``embedding``: bf16 [vocab, hidden], or 0: the packed head is it; weights: packed panels;
+``score_scale`` includes log2(e)."""
 
 LAYER = np.dtype(
     [

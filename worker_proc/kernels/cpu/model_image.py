@@ -40,44 +40,51 @@ def _vector(values: torch.Tensor, size: int) -> NDArray[np.float32]:
     return out
 
 
+def is_tied(decoder: Decoder) -> bool:
+    """The head's weight is the embedding."""
+    head, embedding = decoder.head.weight, decoder.embedding
+    return head.shape == embedding.shape and head.data_ptr() == embedding.data_ptr()
+
+
 class ModelImage:
     """Weights of a :class:`Decoder` packed into one arena, and the records that point to them.
 
-    The tensors of the decoder are not needed afterwards, except for the embedding, which is read
-    where it is. A tied head is packed on its own, so it takes memory twice.
+    Nothing of the decoder is needed afterwards. A tied embedding is not stored: its rows are read
+    from the packed head.
     """
 
     def __init__(self, decoder: Decoder, page_size: int, isa: Isa, num_threads: int = 1) -> None:
-        self.decoder = decoder
-        self.head_pad = pad32(decoder.head_dim)
-        self.hidden_pad, self.inner_pad = pad32(decoder.hidden), pad32(decoder.inner)
-        self.vocab_pad = pad32(decoder.vocab)
-        self.page_bytes = 2 * decoder.num_kv_heads * page_size * self.head_pad * 2
+        self.shape = shape = decoder.shape
+        self.head_pad = pad32(shape.head_dim)
+        self.hidden_pad, self.inner_pad = pad32(shape.hidden), pad32(shape.inner)
+        self.vocab_pad = pad32(shape.vocab)
+        self.page_bytes = 2 * shape.num_kv_heads * page_size * self.head_pad * 2
         """Bytes of a page in one layer: K and V."""
         self._keep: list[Any] = []
-        self._arena = Arena(self._arena_bytes(), "packed weights")
+        self._arena = Arena(self._arena_bytes(is_tied(decoder)), "packed weights")
         self.models = np.zeros(1, MODEL)
-        self.layers = np.zeros(len(decoder.layers), LAYER)
+        self.layers = np.zeros(shape.num_layers, LAYER)
         ropes = {}
         for kind, (freq, scale) in decoder.ropes.items():
-            ropes[kind] = self._hold(_positions_table(freq, scale, decoder.max_positions))
+            ropes[kind] = self._hold(_positions_table(freq, scale, shape.max_positions))
         self._num_threads = num_threads
         with ThreadPoolExecutor(num_threads, "pack") as self._pool:
             for record, layer in zip(self.layers, decoder.layers, strict=True):
                 self._fill_layer(record, layer)
                 record["rope"] = ropes[layer.rope]
-            self._fill_model(page_size, isa)
+            self._fill_model(decoder, page_size, isa)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of packed weights and of the embedding."""
-        return self._arena.used + self.decoder.embedding.numel() * 2
+        """Bytes of packed weights and of an embedding of its own."""
+        return self._arena.used
 
-    def _arena_bytes(self) -> int:
-        d = self.decoder
+    def _arena_bytes(self, tied: bool) -> int:
+        d = self.shape
         q_rows, kv_rows = d.num_heads * self.head_pad, d.num_kv_heads * self.head_pad
         layer = self.hidden_pad * (2 * q_rows + 2 * kv_rows + 3 * self.inner_pad)
-        return 2 * (layer * len(d.layers) + self.hidden_pad * self.vocab_pad) + 4096 * (len(d.layers) + 1)
+        table = 0 if tied else d.hidden * d.vocab
+        return 2 * (layer * d.num_layers + self.hidden_pad * self.vocab_pad + table) + 4096 * (d.num_layers + 1)
 
     def _hold(self, values: NDArray[Any]) -> int:
         """Keep a small array alive; its address."""
@@ -96,7 +103,7 @@ class ModelImage:
         return 0 if weight is None else self._hold(_vector(weight, size))
 
     def _fill_layer(self, record: Any, layer: Layer) -> None:
-        d = self.decoder
+        d = self.shape
         heads = [(layer.q, d.num_heads), (layer.k, d.num_kv_heads), (layer.v, d.num_kv_heads)]
         columns = (d.num_heads + 2 * d.num_kv_heads) * self.head_pad
         pads = (pad_halves, pad_halves, pad_heads)
@@ -124,20 +131,25 @@ class ModelImage:
             record[name] = self._norm(halves, self.head_pad)
         record["window"] = layer.window
 
-    def _fill_model(self, page_size: int, isa: Isa) -> None:
-        d, m = self.decoder, self.models[0]
+    def _embedding(self, embedding: torch.Tensor) -> int:
+        """A copy in the arena: the model's own may be a file in memory, to be read again at any time."""
+        place = self._arena.take(2 * embedding.numel())
+        place[:] = embedding.contiguous().view(torch.uint8).numpy().reshape(-1)
+        return int(place.ctypes.data)
+
+    def _fill_model(self, decoder: Decoder, page_size: int, isa: Isa) -> None:
+        d, m = self.shape, self.models[0]
         for name in ("hidden", "num_heads", "num_kv_heads", "head_dim", "vocab", "embed_scale", "norm_eps"):
             m[name] = getattr(d, name)
         for name in ("hidden_pad", "head_pad", "inner_pad", "vocab_pad", "page_bytes"):
             m[name] = getattr(self, name)
-        m["num_layers"], m["page_size"], m["gelu"] = len(d.layers), page_size, int(d.gelu)
-        m["post_norms"] = int(d.layers[0].attn_post_norm is not None)
+        m["num_layers"], m["page_size"], m["gelu"] = d.num_layers, page_size, int(d.gelu)
+        m["post_norms"] = int(d.post_norms)
         m["head_eps"], m["score_scale"] = d.norm_eps, d.score_scale / math.log(2)
-        embedding = d.embedding.contiguous().view(torch.int16).numpy()
-        m["embedding"] = self._hold(embedding)
-        m["final_norm"] = self._norm(d.final_norm, self.hidden_pad)
-        m["head_w"] = self._weights(d.head.weight, self.vocab_pad, self.hidden_pad)
-        m["head_b"] = self._bias(d.head.bias, self.vocab_pad)
+        m["embedding"] = 0 if is_tied(decoder) else self._embedding(decoder.embedding)
+        m["final_norm"] = self._norm(decoder.final_norm, self.hidden_pad)
+        m["head_w"] = self._weights(decoder.head.weight, self.vocab_pad, self.hidden_pad)
+        m["head_b"] = self._bias(decoder.head.bias, self.vocab_pad)
         if isa.dot == "amx":
             for name, attention in (("tiles_gemm", False), ("tiles_attention", True)):
                 m[name] = self._hold(np.frombuffer(tile_config(attention), np.uint8))

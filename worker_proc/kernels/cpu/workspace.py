@@ -42,7 +42,7 @@ class Workspace:
         size = scratch_bytes(image.head_pad)
         self._scratch = huge_buffer(num_threads * size, "thread scratch")
         self.owns = scratch_records(int(self._scratch.ctypes.data), num_threads, image.head_pad)
-        d = image.decoder
+        d = image.shape
         step = self.steps[0]
         slot = d.num_heads * (STATE_FLOATS + image.head_pad) * 4
         step["partial_rows"] = max(64, PARTIAL_BYTES // slot)
