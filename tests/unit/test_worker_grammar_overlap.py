@@ -221,13 +221,14 @@ def test_a_slow_grammar_leaves_a_thread_for_others_and_ended_requests_leave_the_
 class ExecutorWorker:
     """The step executor where the scheduler's tests have their fake worker."""
 
-    def __init__(self, executor: StepExecutor) -> None:
-        self.executor, self.epoch = executor, 0
+    def __init__(self, executor: StepExecutor, num_pages: int) -> None:
+        self.executor, self.num_pages, self.epoch = executor, num_pages, 0
 
     def ready(self) -> WorkerReady:
         return WorkerReady(
-            epoch=self.epoch, generation=0, rank=0, num_pages=32, page_size=PAGE, context_len=64, vocab_size=VOCAB,
-            max_slots=8, model_path="fake", batch_invariant=True, dtype="float32", device="cpu", threads=1,
+            epoch=self.epoch, generation=0, rank=0, num_pages=self.num_pages, page_size=PAGE, context_len=64,
+            vocab_size=VOCAB, max_slots=8, model_path="fake", batch_invariant=True, dtype="float32",
+            device="cpu", threads=1,
         )  # fmt: skip
 
     def handle(self, message: Any) -> list[Any]:
@@ -238,25 +239,27 @@ class ExecutorWorker:
         return [self.executor.execute(message)]
 
 
-@pytest.mark.parametrize("turns", [0, 1, 2, 5])
-def test_the_scheduler_takes_a_postponed_row_as_one_that_comes_later(world: World, turns: int) -> None:
+@pytest.mark.parametrize(("num_pages", "turns"), [(32, 0), (32, 1), (32, 2), (32, 5), (9, 28)])
+def test_the_scheduler_takes_a_postponed_row_as_one_that_comes_later(world: World, num_pages: int, turns: int) -> None:
     world.clock.now = 1.0
     executor = StepExecutor(world, CpuSampler(1), world, clock=world.clock)
     rig = Rig(start=False)
-    rig.worker = ExecutorWorker(executor)  # type: ignore[assignment]
-    rig.step(ExecutorWorker(executor).ready())
+    worker = ExecutorWorker(executor, num_pages)
+    rig.worker = worker  # type: ignore[assignment]
+    rig.step(worker.ready())
     rig.work()
     rig.step()
     if turns:
         world.compiles.clear()
     constrained = request("c", [8, 9, 10, 11, 12], 6, temperature=0.0)
     constrained = msgspec.structs.replace(constrained, grammar=slow("14|40 50 51 52|53"))
-    rig.step(constrained, request("a", [20], 8, temperature=0.0))
+    rig.step(constrained, request("a", [20], 30, temperature=0.0))
     for _ in range(turns):
         rig.work()
         rig.step()
     world.compiles.set()
     rig.finish(turns=100)
-    assert rig.ids("a") == list(range(21, 29)) and rig.reason("a") == "length"
+    assert rig.ids("a") == list(range(21, 51)) and rig.reason("a") == "length"
     assert rig.ids("c") == [14, 50, 51, 52] and rig.reason("c") == "stop"
+    assert (rig.scheduler.state.metrics.num_preemptions_total > 0) == (num_pages == 9)
     executor.close()
