@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,12 @@ def test_compiled_code_is_loaded_again_and_a_broken_file_is_compiled_anew(
     third = fresh()
     assert third(1) == 42 and not sum(third.stats.cache_hits.values())
     assert compile_cache.code_key("a") != compile_cache.code_key("b")
+
+
+def test_code_unused_for_a_month_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("avx2-0123456789abcdef0123", "avx2-0000000000abcdef0123", "my-files"):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (1e9, 1e9))
+    os.utime(tmp_path / "avx2-0000000000abcdef0123", (1e9 + 60, 1e9 + 60))
+    compile_cache.remove_unused(tmp_path, 1e9 + compile_cache.KEEP_S + 30)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["avx2-0000000000abcdef0123", "my-files"]

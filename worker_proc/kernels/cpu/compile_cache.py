@@ -12,13 +12,17 @@ is not used. Files appear by rename; processes that start together only waste wo
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pickle
 import platform
+import re
+import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,9 @@ from numba.core import compiler
 from numba.core.serialize import dumps
 
 Progress = Callable[[str], None]
+FOLDER_NAME = re.compile(r"[a-z0-9_]+-[0-9a-f]{20}")
+KEEP_S = 30 * 86400.0
+"""Compiled code unused for so long is removed when other code is stored."""
 
 
 def cache_root() -> Path:
@@ -69,6 +76,19 @@ def private_folder(path: Path) -> Path | str:
     return path
 
 
+def remove_unused(root: Path, now: float) -> None:
+    """Remove folders of compiled code that no process has used for :data:`KEEP_S`: an update leaves one each.
+
+    Only what looks like ours (``variant-digest``), since the root may be a folder the user named.
+    """
+    for folder in root.iterdir():
+        try:
+            if FOLDER_NAME.fullmatch(folder.name) and now - folder.stat().st_mtime > KEEP_S:
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # another process was faster
+            continue
+
+
 class DiskCache:
     """What Numba's dispatcher expects of its cache, for one function."""
 
@@ -94,6 +114,8 @@ class DiskCache:
         except (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError, ValueError):
             return None
         self.loaded = True
+        with contextlib.suppress(OSError):
+            os.utime(self._folder)  # in use: remove_unused() leaves it
         return result
 
     def save_overload(self, sig: Any, result: Any) -> None:
@@ -103,6 +125,7 @@ class DiskCache:
             with os.fdopen(handle, "wb") as file:
                 file.write(dumps(result._reduce()))
             os.replace(temporary, self._file(sig))
+            remove_unused(self._folder.parent, time.time())
         except OSError:
             return
 
