@@ -48,7 +48,7 @@ class Running:
         for process in _tree(self.process.pid):
             try:
                 times = process.cpu_times()
-                title = " ".join(process.cmdline()) or process.name()
+                title = " ".join(" ".join(process.cmdline()).split()) or process.name()
             except psutil.Error:
                 continue
             key = title if title.startswith("quintet ") else process.name()

@@ -44,18 +44,22 @@ class StepCost:
             added = max(duration_s - self.decode_s.get(size, 0.0), 0.05 * duration_s)
             self.per_prefill_token_s = _average(self.per_prefill_token_s, added / num_prefill_tokens)
         elif self.per_prefill_token_s:
+            # A small difference of two large numbers: alone it once put decoding at a tenth of what it takes,
+            # and every chunk beside it at the smallest size. Fewer rows seen alone are a bound from below.
             decode_s = duration_s - self.per_prefill_token_s * num_prefill_tokens
-            self.decode_s[size] = max(decode_s, 0.1 * duration_s)
+            self.decode_s[size] = max(decode_s, 0.1 * duration_s, self.decoding(num_decode_rows))
 
     def decoding(self, num_decode_rows: int) -> float:
         """Seconds that so many rows take without prefill; 0 while nothing like it was seen.
 
         Where this number of rows was not seen, the nearest smaller one that was (a careful guess), or the
-        nearest larger.
+        nearest larger. More rows never take less than fewer did.
         """
         size = num_decode_rows.bit_length()
-        seen = [n for n in self.decode_s if n <= size] or [-n for n in self.decode_s]
-        return self.decode_s[abs(max(seen))] if seen else 0.0
+        fewer = [seconds for n, seconds in self.decode_s.items() if n <= size]
+        if fewer:
+            return max(fewer)
+        return self.decode_s[min(self.decode_s)] if self.decode_s else 0.0
 
 
 def _average(old: float, new: float) -> float:

@@ -62,3 +62,10 @@ def test_a_single_slow_step_changes_little() -> None:
     assert cost.decoding(4) < 0.04
     cost.observe(0.0, 0, 4)
     assert cost.decoding(4) > 0
+
+
+def test_more_rows_are_never_taken_to_decode_faster_than_fewer_did() -> None:
+    cost = measured(0.014, 0.00035, 1)
+    cost.observe(0.024, 64, 2)  # the prefill part alone would be 22 ms of these: decoding two rows in 2 ms?
+    assert cost.decoding(2) >= cost.decoding(1)
+    assert choose_chunk(0, cost, 2, 16) >= choose_chunk(0, cost, 1, 16)
