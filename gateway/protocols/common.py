@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from common.config import ServerConfig
 from common.errors import RequestError
-from common.messages import Generate, Grammar, Prompt, SamplingParams, TextParams
+from common.messages import Finish, Generate, Grammar, Prompt, SamplingParams, TextParams
 from gateway.edge import too_large
 from gateway.engine import Engine
 from gateway.fields import UNSUPPORTED, GenerationFields, choice_seed, draw_seed, explain
@@ -197,3 +197,8 @@ def by_choice(deltas: list[Delta], num_choices: int) -> list[list[Delta]]:
 def new_generate_id(prefix: str) -> str:
     """A fresh id that no other gateway draws: ``chatcmpl-`` and 32 hex digits."""
     return prefix + secrets.token_hex(16)
+
+
+def why(finish: Finish | None) -> dict[str, str]:
+    """``finish_message`` of a choice: why it was cut short, where the reason alone does not say (an extension)."""
+    return {"finish_message": finish.message} if finish is not None and finish.message else {}

@@ -258,7 +258,7 @@ class NativeFormatter:
                 reason["length"] = record.completion_tokens
             elif finish.matched is not None:
                 reason["matched"] = finish.matched
-            elif finish.message:
+            if finish.message:
                 reason["message"] = finish.message
         meta: dict[str, Any] = {
             "id": record.rid,

@@ -13,7 +13,7 @@ import orjson
 
 from common.messages import TokenLogprob
 from gateway.output import ChoiceOutput
-from gateway.protocols.common import by_choice, usage
+from gateway.protocols.common import by_choice, usage, why
 from gateway.request import Delta, Exchange
 from gateway.tool_parsers.base import Event, ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart, collect
 
@@ -85,6 +85,7 @@ class ChatFormatter:
                     "message": self._message(index, own),
                     "logprobs": chat_logprobs(logprobs) if self._logprobs else None,
                     "finish_reason": self._reason(index),
+                    **why(self._exchange.records[index].finish),
                 }
             )
         return orjson.dumps(
@@ -138,10 +139,10 @@ class ChatFormatter:
     def _event(
         self, index: int, delta: dict[str, Any], *, logprobs: Any = None, finish: str | None = None
     ) -> bytes:
-        event: dict[str, Any] = {
-            **self._head,
-            "choices": [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}],
-        }
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        if finish is not None:
+            choice |= why(self._exchange.records[index].finish)
+        event: dict[str, Any] = {**self._head, "choices": [choice]}
         if self._continuous:
             event["usage"] = self._usage()
         elif self._include_usage:

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from common.messages import TokenLogprob
-from gateway.protocols.common import by_choice, usage
+from gateway.protocols.common import by_choice, usage, why
 from gateway.protocols.openai_chat_reply import DONE, json_logprob
 from gateway.request import Delta, Exchange
 
@@ -99,6 +99,7 @@ class CompletionFormatter:
                     "text": (self._echo[index // self._n] if self._echo else "") + text,
                     "logprobs": table,
                     "finish_reason": None if finish is None else finish.reason,
+                    **why(finish),
                 }
             )
         return orjson.dumps({**self._head, "choices": choices, "usage": self._usage()})
@@ -107,10 +108,10 @@ class CompletionFormatter:
         return usage(self._exchange, self._n)
 
     def _event(self, index: int, text: str, logprobs: Any, finish: str | None) -> bytes:
-        event: dict[str, Any] = {
-            **self._head,
-            "choices": [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}],
-        }
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        if finish is not None:
+            choice |= why(self._exchange.records[index].finish)
+        event: dict[str, Any] = {**self._head, "choices": [choice]}
         if self._continuous:
             event["usage"] = self._usage()
         elif self._include_usage:

@@ -123,6 +123,9 @@ def test_preemption_in_a_tiny_pool_changes_no_byte(
     refused = httpx.post(one.url + "/v1/completions", json=too_long, timeout=30)
     assert refused.status_code == 400
     assert "385" in refused.text and "384" in refused.text
+    outgrows = {**completion_body("", max_tokens=300), "prompt": [5] * 300, "ignore_eos": True}
+    choice = httpx.post(one.url + "/v1/completions", json=outgrows, timeout=60).json()["choices"][0]
+    assert choice["finish_reason"] == "length" and "384 tokens" in choice["finish_message"]
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.4], ids=["queued", "prefilling", "decoding"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.fake_engine import Script
-from common.messages import IdsPrompt, TextPrompt, pack_i32
+from common.messages import Finish, IdsPrompt, TextPrompt, pack_i32
 from tests.unit.gateway_live import Live, events, live_gateway
 
 
@@ -205,3 +205,16 @@ def test_model_card(live: Live) -> None:
     card = live.client.get("/v1/models/SmolLM2-135M-Instruct").json()
     assert (card["object"], card["max_model_len"]) == ("model", 4096)
     assert live.client.get("/v1/models/other/name").status_code == 404
+
+
+def test_why_a_reply_was_cut_short_is_told_in_every_form(live: Live) -> None:
+    words = "the request alone filled the KV cache"
+    with live.script(lambda _: Script(finish=Finish("length", message=words))):
+        completions = [live.complete().json(), events(live.complete(stream=True).text)[-2]]
+        chats = [live.chat().json(), events(live.chat(stream=True).text)[-2]]
+        native = live.client.post("/generate", json={"text": "a"}).json()
+    for body in (*completions, *chats):
+        assert body["choices"][0]["finish_reason"] == "length"
+        assert body["choices"][0]["finish_message"] == words
+    assert native["meta_info"]["finish_reason"]["message"] == words
+    assert "finish_message" not in live.complete().json()["choices"][0], "nothing to tell"
