@@ -158,7 +158,11 @@ def test_pipelined_steps_give_what_the_model_gives_alone(worker: WorkerProcess, 
     assert isinstance(stopped, WorkerControlReply) and stopped.ok
     assert [str(path) for path in traces.iterdir()] == [stopped.message]
 
-    beats = [beat for beat in worker.heartbeats.receive() if isinstance(beat, Heartbeat)]
+    beats: list[Heartbeat] = []
+    deadline = time.monotonic() + 20
+    while not (beats and beats[-1].ready) and time.monotonic() < deadline:  # its beats come every half second
+        worker.heartbeats.wait(0.1)
+        beats += [beat for beat in worker.heartbeats.receive() if isinstance(beat, Heartbeat)]
     assert beats and not beats[0].ready, "it beats while it loads"
     assert beats[-1].ready and beats[-1].info["pages"] == "63 x 16"
     worker.process.send_signal(signal.SIGTERM)
