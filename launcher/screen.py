@@ -53,9 +53,9 @@ def curl_line(config: ServerConfig) -> str:
     if has_chat_template(config):
         path = "chat/completions"
         question = {"role": "user", "content": "What is the capital of France?"}
-        body: dict[str, Any] = {"model": model, "messages": [question]}
+        body: dict[str, Any] = {"model": model, "messages": [question], "temperature": 0}
     else:
-        path, body = "completions", {"model": model, "prompt": "The capital of France is", "max_tokens": 16}
+        path, body = "completions", {"model": model, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.http.api_key else ""
     data = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
     return f"curl {base_url(config)}/v1/{path} -H 'Content-Type: application/json'{key} -d '{data}'"
