@@ -55,7 +55,8 @@ def curl_line(config: ServerConfig) -> str:
         question = {"role": "user", "content": "What is the capital of France?"}
         body: dict[str, Any] = {"model": model, "messages": [question], "temperature": 0}
     else:
-        path, body = "completions", {"model": model, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
+        path = "completions"
+        body = {"model": model, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.http.api_key else ""
     data = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
     return f"curl {base_url(config)}/v1/{path} -H 'Content-Type: application/json'{key} -d '{data}'"
