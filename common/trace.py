@@ -95,6 +95,10 @@ class SchedulerStep(TraceRecord, frozen=True, tag="step"):
     """Pages in the tree that could be evicted."""
     held: str = ""
     """The request at the head of the waiting queue and why it is still there; empty: nothing waits."""
+    preempted: list[tuple[str, str]] = []
+    """(rid, why) of those who lost slot and pages in this step (once the rows in flight have returned)."""
+    ended: list[tuple[str, str]] = []
+    """(rid, reason) of the endings handed to the detokenizer."""
 
     @property
     def batch(self) -> ForwardBatch | None:

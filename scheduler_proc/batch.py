@@ -132,7 +132,7 @@ class Batcher:
             if not draft.preempted:
                 self.admission.preempted(pool)
             draft.preempted = True
-            self.life.preempt(victim)
+            self.life.preempt(victim, "the pool is full and it has generated least")
         pool.ensure(len(wanted))
         best_first = [req.slot for req in reversed(order) if req.slot in wanted]
         return best_first[pool.allocator.num_free :]
@@ -189,7 +189,7 @@ class Batcher:
         threshold = self.state.config.scheduler.priority_preemption_threshold
         lower = [v for v in victims(pool) if req.spec.priority - v.rank > threshold and not v.in_tool_call]
         if lower:
-            self.life.preempt(lower[0])
+            self.life.preempt(lower[0], f"{req.rid} does not fit and has a priority of {req.spec.priority}")
 
     # ------------------------------------------------------------------ after a crash
 
@@ -210,5 +210,5 @@ class Batcher:
     def _admit_alone(self, draft: Draft, req: Req, now: float) -> bool:
         """Admit a suspect whatever it takes; nothing is in flight, so a preempted request's pages come at once."""
         while (verdict := self.admitter.admit(draft, req, now, alone=True)) is Verdict.FULL:
-            self.life.preempt(victims(draft.pool)[0])
+            self.life.preempt(victims(draft.pool)[0], f"{req.rid} must run alone: the worker died while it ran")
         return verdict is Verdict.ADMITTED

@@ -165,7 +165,6 @@ class Commit:
     def _fail(self, pool: Pool, slots: I32, row: int, words: str) -> None:
         req = pool.table.reqs[int(slots[row])]
         if req is not None and req.finish is None:
-            self.state.metrics.aborted("failure")
             self.life.fail(req, 500, words, code="row_failed")
 
     def _prompt_logprobs(self, pool: Pool, slots: I32, chunk: PromptLogprobs) -> None:

@@ -81,7 +81,8 @@ class Ingest:
         if state.draining and req.attempt == 0:
             return ErrorInfo(status=503, message="the server is shutting down", retry_after_s=RETRY_AFTER_S)
         if len(state.queue) >= limit + free and req.attempt == 0:
-            state.metrics.aborted("queue_full")
+            if req.counted:
+                state.metrics.aborted("queue_full")
             words = f"the queue is full: {len(state.queue)} requests wait and --max-queued-requests is {limit}"
             return ErrorInfo(status=503, message=words, code="queue_full", retry_after_s=RETRY_AFTER_S)
         if state.pool is None:
@@ -173,7 +174,8 @@ class Ingest:
         if req.accepted:
             self.end_early(req, cause, words)
             return
-        self.state.metrics.aborted(cause)
+        if req.counted:
+            self.state.metrics.aborted(cause)
         error = ErrorInfo(status=status, message=words, code=cause, retry_after_s=RETRY_AFTER_S)
         self.life.finish(req, Finish("error", None, error, words))
 

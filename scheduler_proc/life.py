@@ -54,13 +54,16 @@ class Life:
             state.need_pool().table.plain[req.slot] = False  # what is in flight no longer counts
             self.settle(req)
 
-    def fail(self, req: Req, status: int, message: str, *, code: str | None = None) -> None:
-        """End a request with an error that its client sees."""
+    def fail(self, req: Req, status: int, message: str, *, code: str) -> None:
+        """End a request with an error that its client sees; ``code`` is the metric's reason, too."""
+        if req.finish is None and req.counted:
+            self.state.metrics.failed(code)
         self.finish(req, Finish("error", None, ErrorInfo(status=status, message=message, code=code), message))
 
-    def preempt(self, req: Req) -> None:
+    def preempt(self, req: Req, why: str) -> None:
         """Take a running request's slot and pages, and let it wait again. No id of it is lost."""
         self.state.metrics.num_preemptions_total += 1
+        self.state.preempted.append((req.rid, why))
         req.num_preemptions += 1
         self.leave_prefix(req)
         req.become(Status.LEAVING)

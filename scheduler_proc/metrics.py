@@ -43,13 +43,19 @@ class Metrics:
     num_finished: dict[str, int] = field(default_factory=dict)
     """By reason: stop, length, abort, error."""
     num_aborted: dict[str, int] = field(default_factory=dict)
-    """By cause: client, gateway_gone, deadline, queue_timeout, queue_full, admin, failure."""
+    """By cause: client, gateway_gone, deadline, queue_timeout, queue_full, admin."""
+    num_failed: dict[str, int] = field(default_factory=dict)
+    """By the error's code: row_failed, row_skipped, worker_crash."""
     step_time: Histogram = field(default_factory=Histogram)
     queue_time: Histogram = field(default_factory=Histogram)
 
     def aborted(self, cause: str) -> None:
-        """Count a request that did not end by itself."""
+        """Count a request that was ended from outside, or never begun."""
         self.num_aborted[cause] = self.num_aborted.get(cause, 0) + 1
+
+    def failed(self, code: str) -> None:
+        """Count a request that the engine could not go on with."""
+        self.num_failed[code] = self.num_failed.get(code, 0) + 1
 
     def finished(self, reason: str) -> None:
         """Count an ending."""
@@ -72,6 +78,8 @@ class Metrics:
             out[f"num_finished_requests_total_{reason}"] = n
         for cause, n in self.num_aborted.items():
             out[f"num_aborted_requests_total_{cause}"] = n
+        for code, n in self.num_failed.items():
+            out[f"num_failed_requests_total_{code}"] = n
         return out
 
     def histograms(self) -> dict[str, list[float]]:

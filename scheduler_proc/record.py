@@ -7,7 +7,7 @@ import zlib
 
 import msgspec
 
-from common.messages import ToScheduler
+from common.messages import TokenRow, ToScheduler
 from common.trace import SchedulerState, SchedulerStep, TraceWriter
 from scheduler_proc.explain import held
 from scheduler_proc.scheduler import Scheduler, StepOutput
@@ -20,10 +20,17 @@ def digest(out: StepOutput) -> int:
 
     Plain rows of ids are counted, not hashed: they follow from the worker's results, which are inputs.
     """
+    return _digest(out, _ended(out))
+
+
+def _ended(out: StepOutput) -> list[TokenRow]:
+    return [] if out.tokens is None else [row for row in out.tokens.rows if row.finish is not None]
+
+
+def _digest(out: StepOutput, ended: list[TokenRow]) -> int:
     parts: list[object] = [out.addresses, out.replies]
     if out.tokens is not None:
         tokens = out.tokens
-        ended = [row for row in tokens.rows if row.finish is not None]
         parts += [tokens.begins, len(tokens.rows), ended, tokens.refused, tokens.gone_gateways]
     return zlib.crc32(_encoder.encode(parts))
 
@@ -56,13 +63,14 @@ class StepRecorder:
     ) -> None:
         """Record what the step was given and what it decided."""
         pool = self._scheduler.state.pool
+        ended = _ended(out)
         self._trace.write(
             SchedulerStep(
                 now,
                 time.perf_counter() - self._began,
                 messages,
                 out.to_worker,
-                digest(out),
+                _digest(out, ended),
                 worker_full,
                 detokenizer_full,
                 0 if pool is None else pool.table.num_taken,
@@ -70,5 +78,7 @@ class StepRecorder:
                 0 if pool is None else pool.allocator.num_free,
                 0 if pool is None else pool.tree.num_evictable,
                 held(self._scheduler),
+                out.preempted,
+                [(row.rid, row.finish.reason) for row in ended if row.finish is not None],
             )
         )

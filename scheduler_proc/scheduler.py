@@ -75,6 +75,8 @@ class StepOutput:
     """(gateway, answer): may not be lost."""
     status: EngineStatus | None = None
     """To every gateway that takes it; the next one supersedes it."""
+    preempted: list[tuple[str, str]] = field(default_factory=list)
+    """(rid, why) of those who gave way, for the trace."""
     log: list[tuple[str, str]] = field(default_factory=list)
     """(level, words)."""
     wake_at: float = float("inf")
@@ -177,6 +179,7 @@ class Scheduler:
         out.addresses, self.gateways.addresses = self.gateways.addresses, []
         out.replies, self.controls.replies = self.controls.replies, []
         out.log, state.log = state.log, []
+        out.preempted, state.preempted = state.preempted, []
         news = (state.pool is not None, state.draining, tuple(sorted(self.generations.items())))
         if now >= self.next_status or news != self.announced:
             self.announced = news

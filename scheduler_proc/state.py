@@ -106,6 +106,8 @@ class State:
     """Worker deaths since there are suspects, or since the last conviction."""
     excused_crashes: int = 0
     """Worker deaths that a convicted request explains."""
+    preempted: list[tuple[str, str]] = field(default_factory=list)
+    """(rid, why) of those who gave way in this step, for the trace."""
     log: list[tuple[str, str]] = field(default_factory=list)
     """(level, words) for the loop to log."""
     metrics: Metrics = field(default_factory=Metrics)

@@ -84,7 +84,6 @@ class Workers:
         if culprit is not None and culprit.finish is None and culprit.rid in state.suspects and culprit.crashes > 1:
             state.excused_crashes += state.unexplained_crashes
             state.unexplained_crashes = 0
-            state.metrics.aborted("crash")
             words = "the model worker ended abnormally twice while it ran this request, the second time with it alone"
             state.log.append(("error", f"{culprit.rid}: {words}; its crashes do not count as restarts"))
             self.life.fail(culprit, 500, words, code="worker_crash")

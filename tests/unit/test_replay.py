@@ -72,7 +72,7 @@ def test_each_segment_replays_without_the_ones_before_it(tmp_path: Path) -> None
     for segment in segments:
         (report,) = rerun([segment])
         assert not report.differs, report.words
-        assert report.compared > 10
+        assert report.compared > 5
     (whole,) = rerun(segments)
     assert not whole.differs
 
@@ -104,7 +104,7 @@ def test_unknown_settings_are_refused(segments: list[Segment]) -> None:
 def test_lives_add_up_to_what_was_scheduled(run: Run) -> None:
     assert len(run.lives) >= 40 and "?" not in run.lives
     for life in run.lives.values():
-        assert life.ending == "ended"
+        assert life.ending in ("stop", "length")
         computed = defaultdict(int)
         for timed in life.rows:
             for position in range(timed.row.start, timed.row.start + timed.row.num_tokens):
@@ -115,6 +115,15 @@ def test_lives_add_up_to_what_was_scheduled(run: Run) -> None:
         assert max(computed.values()) <= len(life.stays), "computed twice without a preemption"
     preempted = [life for life in run.lives.values() if any(stay.why == "preempted" for stay in life.stays)]
     assert preempted
+
+
+def test_every_preemption_is_told_also_of_requests_that_never_came_back(segments: list[Segment], run: Run) -> None:
+    records = [r for r in segments[0].records if isinstance(r, SchedulerStep)]
+    told = [rid for record in records for rid, why in record.preempted if "pool is full" in why]
+    stays = [life.rid for life in run.lives.values() for stay in life.stays if stay.why == "preempted"]
+    assert sorted(told) == sorted(stays) and len(told) > 3
+    last = [life for life in run.lives.values() if life.stays[-1].why == "preempted"]
+    assert all(life.ending in ("stop", "length") for life in last), "ended by the token in flight"
 
 
 def test_a_later_segment_alone_still_knows_every_rid(tmp_path: Path) -> None:

@@ -213,6 +213,8 @@ def test_a_request_that_kills_the_worker_is_found_and_fails_alone() -> None:
             assert rig.ids(name) == expected([i + 1, *P6], 12)
     assert rig.scheduler.state.excused_crashes == 2
     assert rig.scheduler.state.suspects == {}
+    assert rig.scheduler.state.metrics.num_failed == {"worker_crash": 1}
+    assert rig.scheduler.state.metrics.num_aborted == {}
 
 
 def test_two_that_kill_the_worker_are_both_found() -> None:

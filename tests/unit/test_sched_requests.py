@@ -236,6 +236,9 @@ def test_a_failing_row_takes_its_request_alone() -> None:
     rig.step(request("a", P6), request("b", [*P6[:-1], 99]))
     rig.finish()
     assert rig.status("a") == 500 and rig.ids("b") == expected([*P6[:-1], 99], 8)
+    metrics = rig.scheduler.state.metrics
+    assert metrics.num_failed == {"row_failed": 1} and metrics.num_finished == {"error": 1, "length": 1}
+    assert metrics.counters()["num_failed_requests_total_row_failed"] == 1
 
 
 def test_a_full_channel_leaves_the_cursor_where_it_is() -> None:

@@ -70,9 +70,11 @@ class Life:
     text: list[tuple[float, int, int, int]] = field(default_factory=list)
     """(time, index of the first id, ids, characters) handed to the gateway."""
     notes: list[tuple[float, str]] = field(default_factory=list)
-    """What happened to it from outside: aborts, stop hits, resubmissions."""
+    """What happened to it from outside: aborts, stop hits, resubmissions, preemptions and why."""
     written: float = -1.0
     finished: Finished | None = None
+    reason: str = ""
+    """Of its end, as the scheduler told the detokenizer; also ``stop`` when that one told the scheduler."""
 
     @property
     def began(self) -> float:
@@ -89,9 +91,11 @@ class Life:
 
     @property
     def ending(self) -> str:
-        """The gateway's word for it; without its record ``ended`` when the slot was given back for good."""
+        """The gateway's word for it, else the scheduler's; ``ended``: only the slot's end is known."""
         if self.finished is not None:
             return self.finished.reason
+        if self.reason:
+            return self.reason
         last = self.stays[-1] if self.stays else None
         return "ended" if last is not None and last.ended >= 0 and not last.why else "open"
 
@@ -233,6 +237,9 @@ class _SchedulerReader:
             if isinstance(record, SchedulerStep):
                 self.run.decisions.append((self.generation, record))
                 self._inputs(record)
+                self._preemptions(record)
+                for rid, reason in record.ended:
+                    self.run.life(rid).reason = reason
                 self._orders(record)
                 if not self.run.held or self.run.held[-1][1] != record.held:
                     self.run.held.append((record.now, record.held))
@@ -251,7 +258,9 @@ class _SchedulerReader:
                     run.life(message.rid).notes.append((record.now, f"abort: {message.reason}"))
                 case StopHit():
                     words = f"the detokenizer found {message.stop!r} complete at output {message.index}"
-                    run.life(message.rid).notes.append((record.now, words))
+                    life = run.life(message.rid)
+                    life.notes.append((record.now, words))
+                    life.reason = life.reason or "stop"
                 case WorkerReady():
                     run.page_size = self.slots.page_size = message.page_size
                     run.num_pages = message.num_pages
@@ -270,6 +279,14 @@ class _SchedulerReader:
                         result.step, done.decided, result.started, ended, done.returned, row, prefill, len(done.rows)
                     )
                 )
+
+    def _preemptions(self, record: SchedulerStep) -> None:
+        """The slot is given back later, once the rows in flight have returned."""
+        for rid, why in record.preempted:
+            life = self.run.life(rid)
+            life.notes.append((record.now, f"preempted: {why}"))
+            if life.stays and life.stays[-1].ended < 0:
+                life.stays[-1].why = "preempted"
 
     def _orders(self, record: SchedulerStep) -> None:
         for order in record.orders:
@@ -300,4 +317,4 @@ class _SchedulerReader:
     def _leave(self, rid: str, now: float, why: str) -> None:
         stays = self.run.life(rid).stays
         if stays and stays[-1].ended < 0:
-            stays[-1].ended, stays[-1].why = now, why
+            stays[-1].ended, stays[-1].why = now, stays[-1].why or why

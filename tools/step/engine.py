@@ -148,13 +148,12 @@ class Engine:
             messages += self._await(timeout_s)
         messages += self._inputs
         self._inputs.clear()
-        before = {req.rid: req.num_preemptions for req in self.running()}
         self.shown = Shown(messages=messages)
         for message in messages:
             if isinstance(message, StepResult):
                 self._take_result(message)
         out = self._advance(messages)
-        self._note(out, before)
+        self._note(out)
         self._send(out)
         self.num_steps += 1
 
@@ -182,12 +181,9 @@ class Engine:
         for row in done.rows:
             self.texts.setdefault(row.rid, []).extend(row.ids)
 
-    def _note(self, out: StepOutput, before: dict[str, int]) -> None:
-        shown, reqs = self.shown, self.scheduler.state.reqs
-        for rid, num in before.items():
-            req = reqs.get(rid)
-            if req is not None and req.num_preemptions > num:
-                shown.events.append(f"{rid} preempted: the pool is full and it has generated least")
+    def _note(self, out: StepOutput) -> None:
+        shown = self.shown
+        shown.events += [f"{rid} preempted: {why}" for rid, why in out.preempted]
         for level, words in out.log:
             shown.events.append(f"{level}: {words}")
         for row in out.tokens.rows if out.tokens else []:
