@@ -90,13 +90,18 @@ async def stream_client(port: int, max_tokens: int) -> int:
     return count
 
 
+def free_port() -> int:
+    """A loopback port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class Server:
     """A gateway process, pinned to nothing, and its CPU time."""
 
     def __init__(self, run_dir: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         config = ServerConfig(http=HttpConfig(port=self.port), runtime=RuntimeConfig(log_level="warning"))
         (run_dir / "config.json").write_bytes(config_file.save(config))
         self.process = subprocess.Popen(
