@@ -50,6 +50,9 @@ LEASE_S = 1.0
 STALL_S = 60.0
 """A client that takes nothing at all for this long while we have something for it is cut off."""
 REPLY_TIMEOUT_S = 30.0
+SILENCE_LIMIT_S = 30.0
+"""New requests are taken, and wait, for so long without a word of the scheduler: a dead one is replaced within a
+second or two, a stopped one is found out within ten."""
 _MAX_GAPS = 3
 
 
@@ -83,22 +86,35 @@ class Engine:
 
     # ---------------------------------------------------------------- what a request may ask
 
-    def check_available(self) -> TokenizerReady:
-        """What is known of the model, if new requests can be taken now.
+    def check_accepting(self) -> TokenizerReady:
+        """What is known of the model, if new requests are taken.
+
+        While a part of the engine is being restarted they are, and wait for it: in the scheduler's queue when the
+        worker is away, in the channels when another part is, each within its bound.
 
         Raises:
-            RequestError: 503 with Retry-After: draining, starting, or a part does not answer.
+            RequestError: 503 with Retry-After: draining, starting for the first time, or silent for too long.
         """
-        if self.draining:
-            raise RequestError("the server is shutting down", status=503, code="draining", retry_after_s=5)
         status = self.fleet.status
-        if self.model is None or status is None or not status.ready:
+        if self.draining or (status is not None and status.draining):
+            raise RequestError("the server is shutting down", status=503, code="draining", retry_after_s=5)
+        if self.model is None or not self.fleet.was_ready:
             raise RequestError("the engine is not ready yet", status=503, code="not_ready", retry_after_s=1)
+        if time.monotonic() - self.fleet.heard > SILENCE_LIMIT_S:
+            raise RequestError("the engine does not answer", status=503, code="engine_silent", retry_after_s=1)
+        return self.model
+
+    def check_available(self) -> None:
+        """Every part of the engine answers, as far as is known.
+
+        Raises:
+            RequestError: 503 as ``check_accepting``, and also while a part is being restarted.
+        """
+        self.check_accepting()
         if not self.fleet.is_fresh(time.monotonic()):
             raise RequestError("the engine does not answer", status=503, code="engine_silent", retry_after_s=1)
-        if status.draining:
-            raise RequestError("the server is shutting down", status=503, code="draining", retry_after_s=5)
-        return self.model
+        if self.fleet.status is None or not self.fleet.status.ready:
+            raise RequestError("the engine is not ready", status=503, code="not_ready", retry_after_s=1)
 
     def submit(self, exchange: Exchange) -> None:
         """Send every generation of an exchange to its tokenizer.
@@ -106,9 +122,9 @@ class Engine:
         When the first does not fit into the channel nothing is sent; later ones wait for the next tick.
 
         Raises:
-            RequestError: 503 (see ``check_available``; or the channel is full), 409 for a rid that is open.
+            RequestError: 503 (see ``check_accepting``; or the channel is full), 409 for a rid that is open.
         """
-        self.check_available()
+        self.check_accepting()
         for record in exchange.records:
             if record.rid in self.open:
                 raise RequestError(f"the rid {record.rid!r} is already in use", status=409, param="rid")
@@ -191,6 +207,9 @@ class Engine:
             if record.aborting:
                 if now >= record.abort_at:
                     self._send_abort(record, now)
+            elif record.is_overdue(time.time()):
+                words = "the request's deadline has passed before the engine took it up"
+                self._fail(record, ErrorInfo(status=504, message=words, code="deadline", retry_after_s=1))
             elif record.unsent:
                 record.unsent = not self._tokenizers[record.tokenizer].send(record.message())
         for exchange in list(self.exchanges):
@@ -325,7 +344,7 @@ class Engine:
         record.abort_at = now + (ABORT_REPEAT_S if sent else TICK_S)
 
     async def _ask_tokenizer(self, request_id: str, message: Message) -> TextReply:
-        self.check_available()
+        self.check_accepting()
         index = zlib.crc32(request_id.encode()) % len(self._tokenizers)
         reply: TextReply = await self._ask(
             self._tokenizers[index], request_id, message, "tokenizer", REPLY_TIMEOUT_S

@@ -35,6 +35,8 @@ class Fleet:
         self.status: EngineStatus | None = None
         self.heard = 0.0
         """time.monotonic() of the last status."""
+        self.was_ready = False
+        """The engine has served: whatever is away now is being restarted, not started."""
         self._generations: dict[str, int] = {}
 
     def is_fresh(self, now: float) -> bool:
@@ -46,6 +48,7 @@ class Fleet:
         everything = self.status is not None and now - self.heard >= STALE_S
         self.status = status
         self.heard = now
+        self.was_ready = self.was_ready or status.ready
         tokenizers: set[int] = set()
         for role, generation in status.generations.items():
             known = self._generations.get(role)

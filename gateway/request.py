@@ -20,6 +20,8 @@ from common.messages import Finish, Generate, TextRow, TokenLogprob
 
 _DELTA_OVERHEAD_BYTES = 160
 _LOGPROB_BYTES = 96
+DEADLINE_GRACE_S = 1.0
+"""What the scheduler has to end a request in that nobody else needs to watch."""
 
 
 class Delta(msgspec.Struct, gc=False):
@@ -110,6 +112,11 @@ class OpenRequest:
     def num_ids(self) -> int:
         """Output ids received so far."""
         return len(self.ids) // 4
+
+    def is_overdue(self, now: float) -> bool:
+        """Past its deadline and never heard of by a scheduler, which would have ended it. ``now``: time.time()."""
+        deadline = self.generate.deadline
+        return deadline is not None and not self.accepted and now > deadline + DEADLINE_GRACE_S
 
     def message(self) -> Generate:
         """The message that (re)submits the current attempt."""

@@ -131,7 +131,7 @@ async def generate(request: Request, deps: Deps) -> Response:
         # Also as the id of a call of several generations, which have rids of their own.
         raise RequestError(f"the rid {body.rid!r} is already in use", status=409, param="rid")
     fields = _fields(native)
-    model = deps.engine.check_available()
+    model = deps.engine.check_accepting()
     start = -1 if body.logprob_start_len is None else body.logprob_start_len
     num_top = body.top_logprobs_num or 0
     sampling = sampling_params(

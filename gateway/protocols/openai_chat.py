@@ -63,7 +63,7 @@ async def chat_completions(request: Request, deps: Deps) -> Response:
     model_name = check_model(deps, body.model)
     _check(body)
     messages = normalise(body.messages)
-    model = deps.engine.check_available()
+    model = deps.engine.check_accepting()
     if body.continue_final_message and messages[-1]["role"] != "assistant":
         raise RequestError(
             f"'continue_final_message' needs an assistant message at the end, not {messages[-1]['role']!r}",

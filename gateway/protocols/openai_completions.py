@@ -98,7 +98,7 @@ async def completions(request: Request, deps: Deps) -> Response:
     check_stream_options(body)
     refuse_unless(body.best_of, (n,), "best_of", "choices are not ranked; it must equal 'n'")
     refuse_unless(body.suffix, ("",), "suffix", "insertion is not supported")
-    model = deps.engine.check_available()
+    model = deps.engine.check_accepting()
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise RequestError(

@@ -72,7 +72,7 @@ async def tokenize(request: Request, deps: Deps) -> Response:
     check_model(deps, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("send either 'prompt' or 'messages'", param="prompt")
-    model = deps.engine.check_available()
+    model = deps.engine.check_accepting()
     prompts: list[Prompt]
     if body.prompt is None:
         if body.add_special_tokens is not None:
@@ -107,7 +107,7 @@ async def detokenize(request: Request, deps: Deps) -> Response:
     """Text of ids: ``{"text", "prompt"}``, the same under both names clients look for."""
     body = parse(DetokenizeBody, await read_json(request, deps.config.http.max_request_bytes))
     check_model(deps, body.model)
-    model = deps.engine.check_available()
+    model = deps.engine.check_accepting()
     several = bool(body.tokens) and isinstance(body.tokens[0], list)
     rows: list[Any] = list(body.tokens) if several else [body.tokens]
     for row in rows:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from bench.fake_engine import FIRST_ID, Script
 from common.messages import ErrorInfo, Finish, Rejected, TextBatch, TextRow, pack_i32, unpack_i32
+from gateway import engine as engine_module
 from gateway import fleet
 from tests.unit.gateway_live import CHAT, Live, Stream, eventually, joined, live_gateway
 
@@ -154,11 +156,38 @@ def test_silence_that_ends_resubmits(live: Live, monkeypatch: pytest.MonkeyPatch
     received(live, 2)
     live.engine.silent = True
     eventually(lambda: live.client.get("/health").status_code == 503, "the engine is silent")
+    waiting = Stream(live)
+    monkeypatch.setattr(engine_module, "SILENCE_LIMIT_S", 0.4)
     assert live.chat().json()["error"]["code"] == "engine_silent"
     live.engine.silent = False
-    eventually(lambda: live.engine.generates[-1].attempt == 1, "the resubmission")
+    eventually(lambda: [generate.attempt for generate in live.engine.generates[-2:]] == [1, 1], "the resubmissions")
     live.engine.step(8)
-    assert joined(stream.chunks()) == "".join(PIECES)
+    assert joined(stream.chunks()) == joined(waiting.chunks()) == "".join(PIECES)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate", "/tokenize"])
+def test_new_requests_wait_for_a_worker_that_is_being_restarted(live: Live, path: str) -> None:
+    live.engine.ready = False
+    eventually(lambda: live.client.get("/health").json().get("error", {}).get("code") == "not_ready", "it is away")
+    seen = len(live.engine.generates)
+    body = {"/v1/chat/completions": {"messages": CHAT}, "/generate": {"text": "hi"}}.get(path, {"prompt": "hi"})
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(live.post, path, body)
+        if path != "/tokenize":
+            eventually(lambda: len(live.engine.generates) > seen, "it is taken")
+            assert not reply.done()
+        live.engine.ready = True
+        eventually(lambda: live.client.get("/health").status_code == 200, "the worker is back")
+        live.engine.step(8)
+        assert reply.result(20).status_code == 200
+
+
+def test_a_deadline_holds_while_the_engine_is_away(live: Live) -> None:
+    with live.script(lambda _: Script(silent=True)):  # as if it lay in a dead process's channel
+        response = live.chat(timeout=0.1)
+    assert response.status_code == 504
+    assert response.json()["error"]["code"] == "deadline"
+    eventually(lambda: not live.open, "the abort is answered")
 
 
 def test_every_choice_is_resubmitted(live: Live) -> None:
