@@ -15,6 +15,7 @@
 ``policy.py``      order of the waiting queue (``queue.py``)
 ``preempt.py``     who gives way when pages run out
 ``cost.py``        how large a prefill chunk may be, from what steps were measured to take
+``pacing.py``      when the second batch in flight is sent: late, so that newcomers are in it
 ``commit.py``      what a StepResult means for each request
 ``output.py``      what the detokenizer has not been told yet
 ``slots.py``       the running requests as numpy columns: the hot path

@@ -46,11 +46,22 @@ class Batcher:
         pool = self.state.pool
         return pool is not None and len(pool.in_flight) < self.depth
 
+    @property
+    def send_at(self) -> float:
+        """When the next batch is to be built: -inf for at once, inf while enough are in flight."""
+        pool = self.state.pool
+        if pool is None or not self.has_room:
+            return float("inf")
+        return self.state.pacing.send_at(pool.in_flight, self.state.cost)
+
     def next_batch(self, now: float) -> ForwardBatch | None:
         """One batch, or None: no worker, enough in flight, or nothing can run."""
         state = self.state
         pool = state.pool
         if pool is None or not self.has_room:
+            return None
+        if now < self.send_at:
+            state.pacing.holding = True
             return None
         draft = Draft(pool)
         if state.suspects:
@@ -64,6 +75,7 @@ class Batcher:
         batch = draft.seal(state.epoch, state.step + 1)
         if batch is not None:
             state.step += 1
+            state.pacing.sent(state.step, len(pool.in_flight), now)
         return batch
 
     # ------------------------------------------------------------------ decoding rows

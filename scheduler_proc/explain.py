@@ -27,6 +27,8 @@ def why_waiting(scheduler: Scheduler, req: Req) -> str:
         return f"order: {stuck.rid} is before it and does not fit"
     if len(pool.in_flight) >= scheduler.batcher.depth and not pool.in_flight[-1].chunks.any():
         return "turn: enough batches are in flight; the next is decided when one returns"
+    if state.pacing.holding:
+        return "turn: the next batch is decided shortly before the running one ends"
     return "budget: the prefill tokens of the step went to others, or pages had just run out"
 
 

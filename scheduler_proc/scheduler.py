@@ -11,7 +11,8 @@ reads no clock and draws no random number: the same state and inputs give the sa
    or become free.
 2. **Schedule.** While fewer than two batches are in flight and something can run, build one: a row for each
    decoding request; then prompts, in chunks, under a token budget. The batch that is sent while another runs
-   never names what that one will sample, so the worker never waits for the scheduler. When pages run out:
+   never names what that one will sample, so the worker never waits for the scheduler. It is sent shortly before
+   that one is expected to end, so that newcomers are in it (``pacing.py``). When pages run out:
    evict cached leaves, oldest first; then preempt. A preempted request keeps its ids and its place in the queue.
 3. **Output.** One TokenBatch with what each request's cursor has not passed. With a full channel the cursors
    stay.
@@ -134,6 +135,8 @@ class Scheduler:
     def _take(self, message: ToScheduler, now: float) -> None:
         match message:
             case StepResult():
+                if message.epoch == self.state.epoch:
+                    self.state.pacing.returned(message, now)
                 self.commit.result(message)
             case Tokenized():
                 self.ingest.tokenized(message, now)
@@ -170,7 +173,7 @@ class Scheduler:
             if batch is None:
                 return out
             out.append(batch)
-        self._more = self.batcher.has_room
+        self._more = self.batcher.send_at <= now
         return out
 
     def _tell(self, out: StepOutput, now: float, detokenizer_full: bool) -> None:
@@ -185,7 +188,7 @@ class Scheduler:
             self.announced = news
             self.next_status = now + STATUS_S
             out.status = engine_status(state, self.generations)
-        timers = self.ingest.timers
+        timers, send_at = self.ingest.timers, self.batcher.send_at
         out.wake_at = min(
             self.next_status,
             timers[0][0] if timers else float("inf"),
@@ -193,6 +196,7 @@ class Scheduler:
             self.controls.next_deadline(),
             self.workers.next_reset if state.pool is None else float("inf"),
             now if self._more else float("inf"),
+            send_at if send_at > now else float("inf"),
             now if self.output.pending and not detokenizer_full else float("inf"),
         )
 

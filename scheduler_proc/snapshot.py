@@ -30,6 +30,7 @@ from common.messages import (
 from scheduler_proc.cost import StepCost
 from scheduler_proc.gateways import Gateway
 from scheduler_proc.metrics import Metrics
+from scheduler_proc.pacing import Pacing
 from scheduler_proc.radix import Node, RadixTree
 from scheduler_proc.request import Req, Status
 from scheduler_proc.slots import SlotTable
@@ -147,6 +148,7 @@ class Snapshot(msgspec.Struct):
     excused_crashes: int
     metrics: Metrics
     cost: StepCost
+    pacing: Pacing
     pool: PoolState | None
     ratio: float
     stuck: int
@@ -196,6 +198,7 @@ def take(scheduler: Scheduler) -> bytes:
             excused_crashes=state.excused_crashes,
             metrics=state.metrics,
             cost=state.cost,
+            pacing=state.pacing,
             pool=None if pool is None else _pool_state(pool),
             ratio=scheduler.admission.ratio,
             stuck=-1 if stuck is None else place.get(id(stuck), -1),
@@ -268,7 +271,7 @@ def put(scheduler: Scheduler, data: bytes) -> None:
     state = scheduler.state
     for name in (
         "epoch", "step", "worker_generation", "next_seq", "draining", "refused", "gone", "suspects",
-        "unexplained_crashes", "excused_crashes", "metrics", "cost",
+        "unexplained_crashes", "excused_crashes", "metrics", "cost", "pacing",
     ):  # fmt: skip
         setattr(state, name, getattr(snap, name))
     nodes: dict[int, Node] = {}

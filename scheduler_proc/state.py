@@ -16,6 +16,7 @@ from common.errors import InvariantError
 from common.messages import RefusedRow, WorkerReady
 from scheduler_proc.cost import StepCost
 from scheduler_proc.metrics import Metrics
+from scheduler_proc.pacing import Pacing
 from scheduler_proc.pages import PageAllocator
 from scheduler_proc.queue import WaitingQueue
 from scheduler_proc.radix import RadixTree
@@ -112,6 +113,7 @@ class State:
     """(level, words) for the loop to log."""
     metrics: Metrics = field(default_factory=Metrics)
     cost: StepCost = field(default_factory=StepCost)
+    pacing: Pacing = field(default_factory=Pacing)
 
     def need_pool(self) -> Pool:
         """The pool. Raises InvariantError where only a running worker makes sense."""

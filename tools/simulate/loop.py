@@ -1,7 +1,8 @@
 """The event loop of the simulation: the real scheduler between simulated clients and a fake worker.
 
-As in the server, the scheduler keeps up to two steps in flight. Arrivals while the pipeline is full are
-taken in with the next result: nothing could be scheduled for them sooner. The scheduler's own time is
+As in the server, the scheduler keeps up to two steps in flight and sends the second when it wants to (the step's
+``wake_at``). Arrivals while the pipeline is full are taken in with the next result: nothing could be scheduled
+for them sooner. The scheduler's own time is
 not part of the simulated time (the server overlaps it with the worker's), but it is measured.
 """
 
@@ -84,6 +85,7 @@ class Simulation:
         self._open: dict[str, _Open] = {}
         self._flying: deque[tuple[float, StepResult]] = deque()
         self._free_at = 0.0
+        self._wake_at = 0.0
         self._lease_at = 0.0
         self._start()
 
@@ -109,6 +111,8 @@ class Simulation:
                 wake_at = self._flying[0][0] if self._flying else self._arrivals[0][0]
                 if self._arrivals and len(self._flying) < self._depth:
                     wake_at = min(wake_at, self._arrivals[0][0])
+                if self._flying and len(self._flying) < self._depth:
+                    wake_at = min(wake_at, max(self._wake_at, now))
             now = max(now, wake_at)
             messages = self._due(now)
             out = self._step(messages, now)
@@ -164,6 +168,7 @@ class Simulation:
         began = time.perf_counter()
         out = self._decide(messages, now)
         self.scheduler_s += time.perf_counter() - began
+        self._wake_at = out.wake_at
         if self.check:
             self.scheduler.check_invariants()
         for order in out.to_worker:
@@ -177,8 +182,11 @@ class Simulation:
         result, load = self.worker.execute(batch)
         duration = self.cost.seconds(load) if batch.slots else 0.0
         started = max(now, self._free_at)
+        result = msgspec.structs.replace(
+            result, started=started, forward_s=duration, idle_s=max(now - self._free_at, 0.0)
+        )
         self._free_at = started + duration
-        self._flying.append((self._free_at, msgspec.structs.replace(result, started=started, forward_s=duration)))
+        self._flying.append((self._free_at, result))
         recorder, pool = self.recorder, self.scheduler.state.need_pool()
         recorder.steps += 1
         recorder.busy_s += duration
