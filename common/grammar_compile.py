@@ -55,12 +55,20 @@ def compile_matcher(text: str, tokenizer: LLTokenizer) -> LLMatcher:
     if not matcher.is_error() and not matcher.is_stopped():
         allowed = any(matcher.compute_bitmask())
         if not allowed and not matcher.is_error():
-            raise RequestError("nothing satisfies this grammar", code="invalid_grammar")
+            raise _unsatisfiable()
     if matcher.is_error():
-        raise RequestError(plain_words(matcher.get_error()), code="invalid_grammar")
+        words = matcher.get_error()
+        # llguidance's way to say that no byte may follow.
+        if words.startswith("NoExtensionBias"):
+            raise _unsatisfiable()
+        raise RequestError(plain_words(words), code="invalid_grammar")
     if matcher.is_stopped() and not matcher.is_accepting():
-        raise RequestError("nothing satisfies this grammar", code="invalid_grammar")
+        raise _unsatisfiable()
     return matcher
+
+
+def _unsatisfiable() -> RequestError:
+    return RequestError("nothing satisfies this grammar", code="unsatisfiable_grammar")
 
 
 def plain_words(error: str) -> str:

@@ -37,10 +37,14 @@ def literal(text: str) -> str:
 
 def regex_literal(pattern: str) -> str:
     """A regular expression (Rust's syntax; the whole text must match) as a Lark terminal."""
+    return regex_terminal(portable_regex(pattern))
+
+
+def regex_terminal(pattern: str) -> str:
+    """:func:`regex_literal` of an expression that is portable already."""
     if not pattern:
         return '""'
-    escaped = _SLASHES.sub(lambda found: _ESCAPED.get(found.group(), found.group()), portable_regex(pattern))
-    return f"/{escaped}/"
+    return f"/{_SLASHES.sub(lambda found: _ESCAPED.get(found.group(), found.group()), pattern)}/"
 
 
 def rename_start(lark: str, name: str) -> str:
@@ -67,6 +71,12 @@ class LarkWriter:
         self._rules.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
         return name
 
+    def terminal(self, body: str) -> str:
+        """Add a terminal; its name."""
+        name = f"Q_{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
     def text(self, text: str) -> str:
         """An expression for exactly this text; empty for the empty text."""
         return " ".join(
@@ -85,7 +95,14 @@ class LarkWriter:
         """Any text (or a terminal's) up to and including the first occurrence of ``end``; no special tokens inside."""
         first, *rest = self.pieces(end)
         tail = self.text("".join(rest))
-        head = self.rule(f"{text} {self.text(first)}", lazy=not self.is_special(first))
+        if self.is_special(first):
+            head = self.rule(f"{text} {self.text(first)}")
+        elif text == ANY_TEXT:
+            head = self.rule(f"{text} {literal(first)}", lazy=True)
+        else:
+            # A text that may not end yet could contain ``end``, which whoever reads it takes for the end.
+            later = regex_terminal("(?s:.*)" + re.escape(first) + "(?s:.+)")
+            head = self.rule(f"({text} {literal(first)}) & ~{later}", lazy=True)
         return f"{head} {tail}".strip()
 
     def free_text(self, except_for: str = "") -> str:

@@ -1,8 +1,9 @@
 """Structural tags: constrained stretches within free text, in xgrammar's and SGLang's JSON.
 
 The older form lists ``structures`` (begin, schema, end) and ``triggers``. The newer one has a
-``format``, a tree of: const_string, json_schema, regex, grammar, any_text, sequence, or, tag,
-triggered_tags, tags_with_separator. An any_text may have ``min_length`` and ``max_length`` (characters).
+``format``, a tree of: const_string, json_schema, regex, grammar, any_text, bare_string, sequence, or, tag,
+triggered_tags, tags_with_separator. An any_text may have ``min_length`` and ``max_length`` (characters). A bare_string
+is a string of its ``json_schema``, written without quotes and escapes, in which none of ``excludes`` occurs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 from common.errors import RequestError
 from common.grammar_lark import ANY_TEXT, LarkWriter, regex_literal
 from common.grammar_schema import load_json
+from common.schema_text import string_terminal
 
 MAX_TAG_DEPTH = 32
 
@@ -103,8 +105,17 @@ def _any_text(writer: LarkWriter, form: Format, path: str, depth: int) -> str:
     return ANY_TEXT if not least and most is None else f"/(?s:.{{{least},{'' if most is None else most}}})/"
 
 
-def _is_any_text(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") == "any_text"
+def _bare_string(writer: LarkWriter, form: Format, path: str, depth: int) -> str:
+    excludes = form.get("excludes", [])
+    if not isinstance(excludes, list) or not all(isinstance(each, str) and each for each in excludes):
+        _refuse(f"{path}.excludes", "must be a list of strings that are not empty")
+    text = string_terminal(form.get("json_schema", {}), tuple(excludes))
+    return text if text == ANY_TEXT else writer.terminal(text)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a format is one terminal, to which what ends it must be joined."""
+    return isinstance(value, dict) and value.get("type") in ("any_text", "bare_string")
 
 
 def _sequence(writer: LarkWriter, form: Format, path: str, depth: int) -> str:
@@ -116,11 +127,11 @@ def _sequence(writer: LarkWriter, form: Format, path: str, depth: int) -> str:
         following = elements[index + 1] if index + 1 < len(elements) else None
         if skip:
             skip = False
-        elif _is_any_text(element) and following is not None:
+        elif _is_text(element) and following is not None:
             # Text is greedy, so what ends it must be one lazy lexeme with it.
             if not (isinstance(following, dict) and following.get("type") == "const_string" and following.get("value")):
-                _refuse(place, "any_text must be the last element or be followed by a const_string")
-            out.append(writer.until(_string(following, "value", place), _any_text(writer, element, place, depth)))
+                _refuse(place, f"{element['type']} must be the last element or be followed by a const_string")
+            out.append(writer.until(_string(following, "value", place), _write(writer, element, place, depth + 1)))
             skip = True
         else:
             out.append(_write(writer, element, place, depth + 1))
@@ -136,9 +147,9 @@ def _or(writer: LarkWriter, form: Format, path: str, depth: int) -> str:
 def _tag_body(writer: LarkWriter, form: Format, path: str, depth: int) -> str:
     end = _string(form, "end", path)
     content = form.get("content")
-    if _is_any_text(content):
-        text = _any_text(writer, _checked(content, f"{path}.content"), f"{path}.content", depth)
-        return writer.until(end, text) if end else text
+    if _is_text(content):
+        text = _write(writer, content, f"{path}.content", depth + 1)
+        return writer.until(end, text) if end else writer.rule(text)
     return f"{_write(writer, content, f'{path}.content', depth + 1)} {writer.text(end)}"
 
 
@@ -183,5 +194,6 @@ def _triggered(writer: LarkWriter, form: Format, path: str, depth: int) -> str:
 
 _WRITERS: dict[str, Callable[[LarkWriter, Format, str, int], str]] = {
     "const_string": _const, "json_schema": _schema, "regex": _regex, "grammar": _grammar, "any_text": _any_text,
-    "sequence": _sequence, "or": _or, "tag": _tag, "tags_with_separator": _separated, "triggered_tags": _triggered,
+    "bare_string": _bare_string, "sequence": _sequence, "or": _or, "tag": _tag, "tags_with_separator": _separated,
+    "triggered_tags": _triggered,
 }

@@ -17,6 +17,7 @@ from common.errors import RequestError
 from common.grammar_compile import compile_matcher
 from common.grammar_text import to_llguidance
 from common.messages import Grammar
+from common.schema_place import with_place
 from tokenizer_proc.encoder import TextEncoder
 
 GRAMMAR_TIMEOUT_S = 10.0
@@ -72,7 +73,7 @@ class GrammarChecker:
         try:
             compile_matcher(to_llguidance(grammar, self._special), self._llguidance())
         except (ValueError, RequestError) as error:
-            return str(error) or "it cannot be read"
+            return with_place(grammar, str(error)) or "it cannot be read"
         except RecursionError:
             return "it is nested too deeply"
         return ""

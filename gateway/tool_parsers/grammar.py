@@ -26,30 +26,20 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from llguidance import LLMatcher, LLParserLimits
-
 from common.errors import RequestError
-from common.grammar_compile import LIMITS, plain_words
-from common.grammar_lark import LarkWriter
 from common.messages import Grammar
 from gateway.tool_parsers.base import ToolParser
 from gateway.tool_parsers.registry import FALLBACK, create, resolve_name
-from gateway.tool_parsers.syntax import SYNTAX, Format, Function
+from gateway.tool_parsers.schema_fit import Format, Function, SchemaFit
+from gateway.tool_parsers.syntax import SYNTAX
 
 _CLOSABLE = {"type", "properties", "required", "title", "description", "$defs", "definitions", "$schema", "examples"}
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_TOOLS = 256
-_MAX_TRIED_CHARS = 64 << 10
-_MAX_TRY_S = 0.25
-"""Of one request's schemas that are new, this much is tried here, on the gateway's loop. The rest counts
-as enforceable: the tokenizer process compiles the whole grammar in a thread and refuses it if it is not."""
-_CACHE_SIZE = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +62,8 @@ class ToolPlanner:
 
     def __init__(self, parser_name: str = "") -> None:
         self._family = resolve_name(parser_name or FALLBACK)
-        self._verdicts: OrderedDict[str, str] = OrderedDict()
-        self._chars_left = 0
-        self._try_until = 0.0
+        self._syntax = SYNTAX[self._family]
+        self.fit = SchemaFit()
 
     def plan(
         self,
@@ -90,7 +79,7 @@ class ToolPlanner:
         output begins; with required and named the calls come after it. Raises RequestError (400, with
         ``param``) for malformed tools and for a choice that names no function.
         """
-        self._chars_left, self._try_until = _MAX_TRIED_CHARS, time.monotonic() + _MAX_TRY_S
+        self.fit.begin_request()
         functions = [self._function(tool, index) for index, tool in enumerate(tools or ())]
         self._check_names(functions)
         mode, chosen = _choice(tool_choice, [function.name for function in functions])
@@ -108,7 +97,7 @@ class ToolPlanner:
         )
 
     def _eager(self, functions: list[Function], several: bool, reasoning_end: str) -> Grammar:
-        syntax = SYNTAX[self._family]
+        syntax = self._syntax
         opening = "" if syntax.opens_only_after_trigger else syntax.opening
         body = self._calls(functions, several, opening)
         if self._family == "gpt-oss":
@@ -120,15 +109,15 @@ class ToolPlanner:
         return _structural(body)
 
     def _lazy(self, functions: list[Function], several: bool) -> Grammar | None:
-        syntax = SYNTAX[self._family]
+        syntax = self._syntax
         if not syntax.trigger:
             return None
         return _structural(self._calls(functions, several, syntax.opening, syntax.trigger), syntax.trigger)
 
     def _calls(self, functions: list[Function], several: bool, opening: str, written: str = "") -> Format:
         """``opening call (separator call)* closing`` without ``written``, which it begins with."""
-        syntax = SYNTAX[self._family]
-        tags = [syntax.call(function, self._arguments) for function in functions]
+        syntax = self._syntax
+        tags = [syntax.call(function, self.fit) for function in functions]
         first = [{**tag, "begin": (opening + tag["begin"])[len(written) :]} for tag in tags]
         elements: list[Format] = [{"type": "or", "elements": first}]
         if several and self._family != "gpt-oss":  # there a call ends the turn
@@ -137,26 +126,6 @@ class ToolPlanner:
         if syntax.closing:
             elements.append({"type": "const_string", "value": syntax.closing})
         return {"type": "sequence", "elements": elements}
-
-    def _arguments(self, schema: Any) -> Format:
-        """A value of the schema; any object (or value) where it cannot be enforced."""
-        if self._verdict(schema):
-            schema = {"type": "object"} if isinstance(schema, dict) and schema.get("type") == "object" else {}
-        return {"type": "json_schema", "json_schema": schema}
-
-    def _verdict(self, schema: Any) -> str:
-        """Why a schema cannot be enforced; empty: it can."""
-        key = json.dumps(schema)
-        words = self._verdicts.get(key)
-        if words is None:
-            self._chars_left -= len(key)
-            if self._chars_left < 0 or time.monotonic() > self._try_until:
-                return ""
-            words = _try_schema(schema)
-            self._verdicts[key] = words
-            if len(self._verdicts) > _CACHE_SIZE:
-                self._verdicts.popitem(last=False)
-        return words
 
     def _function(self, tool: Any, index: int) -> Function:
         place = f"tools[{index}]"
@@ -174,9 +143,25 @@ class ToolPlanner:
         if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
             _refuse(f"{place}.function.parameters", "must be a JSON schema of type 'object'")
         parameters = {**parameters, "type": "object"}
-        if function.get("strict") is True and (words := self._verdict(parameters)):
+        found = Function(name, _closed(parameters))
+        self._check_writable(found, place)
+        if function.get("strict") is True and (words := self._why_not_strict(parameters, found)):
             _refuse(f"{place}.function.parameters", f"cannot be enforced, as 'strict' asks: {words}")
-        return Function(name, _closed(parameters))
+        return found
+
+    def _check_writable(self, function: Function, place: str) -> None:
+        syntax = self._syntax
+        if not re.fullmatch(syntax.function_name, function.name):
+            _refuse(f"{place}.function.name", f"{function.name!r} cannot be written in {self._family!r} calls")
+        for each in function.each_parameter() if syntax.one_by_one else ():
+            if not re.fullmatch(syntax.parameter_name, each.name):
+                words = f"the name {each.name!r} cannot be written in {self._family!r} calls"
+                _refuse(f"{place}.function.parameters", words)
+
+    def _why_not_strict(self, parameters: Format, function: Function) -> str:
+        if self._syntax.one_by_one:
+            return self.fit.why_not_one_by_one(function, self._syntax.string_end)
+        return self.fit.why_not_json(parameters)
 
     def _check_names(self, functions: list[Function]) -> None:
         if len(functions) > MAX_TOOLS:
@@ -246,17 +231,6 @@ def _after_analysis(body: Format) -> Format:
         {"type": "const_string", "value": "<|end|>"}, {"type": "const_string", "value": "<|start|>assistant"}, body,
     ]
     return {"type": "or", "elements": [body, {"type": "sequence", "elements": thought}]}
-
-
-def _try_schema(schema: Any) -> str:
-    writer = LarkWriter({})
-    try:
-        text = writer.finish(writer.schema(schema))
-    except RequestError as error:
-        return error.info.message
-    limits = LLParserLimits(**LIMITS, verbose_errors=False)
-    failed, words = LLMatcher.validate_grammar_with_warnings(text, limits=limits)
-    return plain_words(" ".join(words)) if failed else ""
 
 
 def _refuse(param: str, words: str) -> NoReturn:

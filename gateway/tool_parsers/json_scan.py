@@ -32,6 +32,11 @@ class JsonScanner:
         self._scalar = ""
         self._out: list[str] = []
 
+    @property
+    def in_string(self) -> bool:
+        """The next character belongs to a string."""
+        return self._in_string and self.status == "open"
+
     def feed(self, text: str, at: int = 0) -> tuple[str, int]:
         """Read ``text[at:]``; (valid JSON text it gave, position of the first character not read)."""
         self._out = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Set
 from typing import Any
 
 _PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
@@ -53,6 +54,11 @@ def types_of(schema: Any, root: dict[str, Any], depth: int = 0) -> set[str]:
         if found := types_of(option, root, depth + 1):
             return found
     return set()
+
+
+def is_boolean(types: Set[str]) -> bool:
+    """It can only be true or false."""
+    return types == {"boolean"}
 
 
 def _type_name(value: Any) -> str:

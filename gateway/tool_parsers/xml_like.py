@@ -27,6 +27,7 @@ import json
 import re
 from collections.abc import Sequence
 
+from gateway.tool_parsers.json_scan import JsonScanner
 from gateway.tool_parsers.machine import Reader, ReaderParser
 from gateway.tool_parsers.schema_types import parameter_schemas, types_of, value_text
 
@@ -50,11 +51,36 @@ class TaggedArgumentsParser(ReaderParser):
             if found:
                 self._emit_arguments(index, '"')
             return bool(found)
-        pieces: list[str] = []
-        if not (yield from self._until(ends, pieces.append)):
+        raw = yield from self._typed_value(ends)
+        if raw is None:
             return False
-        self._emit_arguments(index, value_text("".join(pieces), types))
+        self._emit_arguments(index, value_text(raw, types))
         return True
+
+    def _typed_value(self, ends: Sequence[str]) -> Reader[str | None]:
+        """Text up to one of ``ends``, but not one within a JSON string; None when cut off.
+
+        Where no end stands outside of strings (a quote that is never closed), the first one counts after all.
+        """
+        pieces: list[str] = []
+        scanner = JsonScanner()
+        first = ""
+
+        def take(text: str) -> None:
+            pieces.append(text)
+            scanner.feed(text)
+
+        while end := (yield from self._until(ends, take)):
+            if not scanner.in_string:
+                self._attempt = None
+                return "".join(pieces)
+            if self._attempt is None:
+                first, self._attempt = "".join(pieces), self._at  # from here on the text is kept, to go back to
+            take(end)
+        if self._attempt is None:
+            return None
+        self._at, self._attempt = self._attempt, None
+        return first
 
 
 class Qwen3CoderParser(TaggedArgumentsParser):

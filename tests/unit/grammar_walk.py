@@ -102,8 +102,20 @@ class Walk:
     """It ended because the grammar ended (or allowed the end)."""
 
 
-def walk(setup: Setup, session: LLGuidanceSession, seed: int, limit: int = 500, patience: int = 40) -> Walk:
-    """Draw uniformly among what is allowed; after ``patience`` tokens prefer those that close something."""
+def _closers(setup: Setup, ids: list[int], end: str) -> set[int]:
+    """Tokens with which the text goes on to write ``end``."""
+    text = setup.decode(ids[-2 * len(end) :])
+    written = next(size for size in range(min(len(end), len(text)), -1, -1) if text.endswith(end[:size]))
+    rest = end[written:]
+    pieces = ((token, setup.decode([token])) for token in range(setup.vocab_size))
+    return {token for token, piece in pieces if piece and rest.startswith(piece)}
+
+
+def walk(
+    setup: Setup, session: LLGuidanceSession, seed: int, limit: int = 500, patience: int = 40, end: str = ""
+) -> Walk:
+    """Draw uniformly among what is allowed; after ``patience`` tokens prefer those that close something: JSON, or
+    with ``end`` the text that it ends."""
     rng = np.random.default_rng(seed)
     pieces = enumerate(setup.decode([token]) for token in range(setup.vocab_size))
     closing = {token for token, piece in pieces if piece == "<|end|>" or piece[:1] in tuple('"}]')}
@@ -119,6 +131,7 @@ def walk(setup: Setup, session: LLGuidanceSession, seed: int, limit: int = 500, 
         allowed = setup.allowed(session)
         choices = list(range(setup.vocab_size)) if allowed is None else allowed
         if len(ids) > patience:
+            closing = _closers(setup, ids, end) if end else closing
             choices = [setup.eos] if setup.eos in choices else [each for each in choices if each in closing] or choices
         token = choices[int(rng.integers(len(choices)))]
         session.accept_token(token)

@@ -9,7 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from common.messages import Grammar
 from common.schema_keywords import KEYWORDS
+from common.schema_place import place_of_refusal, why_refused, with_place
 from tests.unit.grammar_cases import CASES
 from tests.unit.grammar_walk import Setup, make_setup, walk
 
@@ -68,3 +70,28 @@ def test_a_refusal_names_the_place() -> None:
         for _ in range(100):
             schema = {"items": schema}
         prepare_schema(schema)
+
+
+def test_llguidance_s_refusals_get_their_place() -> None:
+    overlap = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+    unsatisfiable = {"type": "string", "minLength": 3, "maxLength": 2}
+    cases: list[tuple[Any, str]] = [
+        ({"properties": {"a": {"items": overlap}}}, "#/properties/a/items"),
+        ({"properties": {"a": {"$ref": "#/$defs/x~1y"}}, "$defs": {"x/y": {"prefixItems": [True, overlap]}}},
+         "#/$defs/x~1y/prefixItems/1"),
+        ({"type": "object", "required": ["a"],
+          "properties": {"a": {"type": "object", "properties": {"b": unsatisfiable}, "required": ["b"]}}},
+         "#/properties/a/properties/b"),
+        (overlap, "#"),
+    ]  # fmt: skip
+    for schema, place in cases:
+        assert why_refused(schema) and place_of_refusal(schema) == place
+
+
+def test_every_refusal_has_a_place(setup: Setup) -> None:
+    for schema in (schema for schemas in CASES.values() for schema in schemas):
+        grammar = Grammar(kind="json_schema", text=json.dumps(schema))
+        try:
+            setup.backend.compile(grammar)
+        except ValueError as error:
+            assert with_place(grammar, str(error)).startswith("JSON schema at #"), (schema, str(error))

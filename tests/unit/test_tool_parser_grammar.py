@@ -169,7 +169,7 @@ def test_trying_schemas_is_bounded() -> None:
     ]
     planner = ToolPlanner("hermes")
     assert planner.plan(tools, "auto").grammar is not None
-    assert len(planner._verdicts) <= 1  # the rest is the tokenizer process's to refuse
+    assert len(planner.fit.verdicts) <= 1  # the rest is the tokenizer process's to refuse
 
 
 @pytest.mark.parametrize(("tools", "choice", "param"), [

@@ -54,9 +54,15 @@ CASES = [
          [("get_weather", '{"city": "Pa \\"r\\" <is>\\n", "days": 3, "metric": true, "tags": ["a", "b"]}'), BOTH[1]]),
     Case("qwen3_coder", "<function=get_weather>\n<parameter=note>\nnull\n</parameter>\n<parameter=note2>\n12\n</parameter>\n"
          "</function> bye", " bye", [("get_weather", '{"note": null, "note2": 12}')]),
+    Case("qwen3_coder", '<function=now>\n<parameter=a>\n{"b": "x</parameter>\\n<parameter=c>"}\n</parameter>\n<parameter=d>\n1\n</parameter>\n'
+         "</function>", "", [("now", '{"a": {"b": "x</parameter>\\n<parameter=c>"}, "d": 1}')]),
+    Case("qwen3_coder", '<function=now>\n<parameter=a>\n"open\n</parameter>\n<parameter=d>\n1\n</parameter>\n</function>', "",
+         [("now", '{"a": "\\"open", "d": 1}')]),
     Case("qwen3_coder", "<tool_call> <function>", "<tool_call> <function>", []),
     Case("glm45", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
          "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>", "", BOTH),
+    Case("glm45", '<tool_call>now\n<arg_key>a</arg_key>\n<arg_value>["</arg_value>"]</arg_value>\n</tool_call>', "",
+         [("now", '{"a": ["</arg_value>"]}')]),
     Case("glm45", "x<tool_call>now</tool_call>y", "xy", [("now", "{}")]),
     Case("glm45", "<tool_call>two words\n", "<tool_call>two words\n", []),
     Case("llama3", f'{{"name": "get_weather", "parameters": {PARIS}}}<|eot_id|>', "", BOTH[:1]),
