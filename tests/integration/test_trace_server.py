@@ -14,6 +14,7 @@ import pytest
 
 from common.trace import SchedulerStep
 from tests.integration.server import ROOT, Server, eventually
+from tests.unit.trace_events import check_file
 from tools.replay.lives import Run, read_lives
 from tools.replay.perfetto import write_perfetto
 from tools.replay.reader import Segment, read_run
@@ -125,11 +126,11 @@ def test_every_life_is_whole_from_the_gateway_to_the_gateway(run: Run) -> None:
 def test_perfetto_has_a_track_per_process_and_request(tmp_path: Path, segments: list[Segment], run: Run) -> None:
     path = tmp_path / "trace.json"
     assert write_perfetto(path, run, segments) > 500
-    events = json.loads(path.read_text())["traceEvents"]
+    events = check_file(json.loads(path.read_text()))
     tracks = {e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
-    assert set(run.lives) <= tracks and sum(name.startswith("generation 1") for name in tracks) == 1
-    first = min(e["ts"] for e in events if e["ph"] != "M")
-    assert 0 <= first < 1e6 and all(e.get("dur", 0) < 300e6 for e in events)
+    assert set(run.lives) <= tracks and {"generation 0", "generation 1"} <= tracks
+    arrows = sum(e["ph"] == "f" for e in events)
+    assert arrows > 100, "from decisions to the worker's steps"
 
 
 def test_the_simulator_reads_its_requests_and_costs(folder: Path) -> None:

@@ -179,7 +179,7 @@ def other_processes(folder: Path, rid: str) -> None:
         writer.close()
 
 
-def test_perfetto_events_have_the_formats_fields_and_nest(tmp_path: Path) -> None:
+def test_the_perfetto_file_is_what_the_format_asks_and_names_every_track(tmp_path: Path) -> None:
     record(tmp_path)
     other_processes(tmp_path, "r0")
     segments = read_run(tmp_path)
