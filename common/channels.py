@@ -13,37 +13,59 @@ scheduler           tokenizers, gateways,  4,096    tokenizer: stops reading its
                     detokenizer, launcher           gateway: lease and control retried; detokenizer:
                                                     keeps the stop hit and retries
 scheduler-work      workers                64       the worker waits (at most two steps are in flight)
-worker-<r>          scheduler              16       no further step is sent
+worker-0            scheduler              16       no further step is sent
 detokenizer         scheduler              256      cursors stay; the next TokenBatch carries more
 gateway-<id>        tokenizers,            1,024    cursors stay; full for ``GATEWAY_STUCK_S``: the
                     detokenizer, scheduler          gateway is declared gone
 supervisor          all                    1,024    the heartbeat is skipped
+remote-scheduler    gateways elsewhere     1,024    as scheduler
+remote-tokenizer-i  gateways elsewhere     1,024    as tokenizer-<i>
 ==================  =====================  =======  ==================================================
 
 Addresses are ``ipc://`` sockets in a fresh 0700 run directory. A receiver bound again by a
 restarted process takes over the address; senders reconnect by themselves. What was queued for the
 dead process may reach its successor, which recognises it by generation or epoch, or be lost with
 it, and then the cursors above this layer send it again.
+
+Gateways on other hosts have inboxes of their own at ``tcp://`` addresses, which take only what such a
+gateway has to say, and only with CURVE keys (``common/curve.py``). ``--engine-listen tcp://host:port``
+is remote-scheduler; remote-tokenizer-<i> is i + 1 ports above. The address at which the engine answers
+such a gateway names its key: ``tcp://host:port#<key in hexadecimal>``.
+
+Whatever does not decode as a message of the inbox, is larger than ``MAX_MESSAGE_BYTES``, or does not even
+speak ZeroMQ's protocol is dropped and counted (``Receiver.num_bad``).
 """
 
 from __future__ import annotations
 
+import ipaddress
 import logging
+import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from common import messages
+from common.curve import Curve, key_from_hex
+from common.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 M = TypeVar("M")
 
 MAX_MESSAGE_BYTES = 256 << 20
-"""A frame above this is dropped by ZeroMQ and its connection closed."""
+"""A frame above this is counted and dropped."""
+_MARGIN_BYTES = 16 << 20
+"""A frame above ``MAX_MESSAGE_BYTES`` by more than this is not even read: ZeroMQ closes its connection."""
 GATEWAY_STUCK_S = 5.0
+HEARTBEAT_S = 2.0
+"""Across hosts: how often a silent connection is tried; three times that without an answer ends it."""
+_WARN_EVERY_S = 5.0
 
 BOUNDS = {
     "tokenizer": 1024,
@@ -53,6 +75,8 @@ BOUNDS = {
     "detokenizer": 256,
     "gateway": 1024,
     "supervisor": 1024,
+    "remote-scheduler": 1024,
+    "remote-tokenizer": 1024,
 }
 
 INBOX_TYPES: dict[str, Any] = {
@@ -63,6 +87,8 @@ INBOX_TYPES: dict[str, Any] = {
     "detokenizer": messages.ToDetokenizer,
     "gateway": messages.ToGateway,
     "supervisor": messages.ToSupervisor,
+    "remote-scheduler": messages.ToRemoteScheduler,
+    "remote-tokenizer": messages.ToRemoteTokenizer,
 }
 
 
@@ -70,7 +96,7 @@ def kind_of(inbox: str) -> str:
     """``worker-0`` -> ``worker``; ``scheduler-work`` and ``scheduler`` are their own kinds."""
     if inbox in BOUNDS:
         return inbox
-    kind = inbox.split("-", 1)[0]
+    kind = inbox.rpartition("-")[0] if inbox.startswith("remote-") else inbox.split("-", 1)[0]
     if kind not in BOUNDS:
         raise ValueError(f"unknown inbox {inbox!r}; known kinds are {', '.join(BOUNDS)}")
     return kind
@@ -82,10 +108,40 @@ def inbox_address(run_dir: Path | str, inbox: str) -> str:
     return f"ipc://{Path(run_dir) / inbox}"
 
 
-class Sender:
-    """The writing end of a channel. Not thread-safe."""
+def is_remote(gateway: str) -> bool:
+    """Whether the gateway of this name runs on another host: ``gateway-1f3a@web1``."""
+    return "@" in gateway
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, bound: int) -> None:
+
+def split_tcp(address: str) -> tuple[str, int]:
+    """Host and port of ``tcp://host:port``. Raises ``ValueError``; for port 0 too."""
+    found = re.fullmatch(r"tcp://(\[[^\[\]#]+\]|[^:\[\]#/]+):(\d{1,5})", address)
+    if found is None or not 0 < int(found[2]) < 65536:
+        raise ValueError(f"{address!r} is not tcp://HOST:PORT with a port from 1 to 65535")
+    return found[1].strip("[]"), int(found[2])
+
+
+def join_tcp(host: str, port: int, key_digits: str = "") -> str:
+    """``tcp://host:port``, an IPv6 address in brackets, with ``#key`` where one is given."""
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}" + (f"#{key_digits}" if key_digits else "")
+
+
+def remote_address(engine: str, inbox: str) -> str:
+    """Where an inbox of the engine is for other hosts; ``engine`` is its ``--engine-listen``.
+
+    ``scheduler`` and ``tokenizer-<i>``, with or without ``remote-`` before them. Raises ``ValueError``.
+    """
+    host, port = split_tcp(engine)
+    name = inbox.removeprefix("remote-")
+    return join_tcp(host, port if name == "scheduler" else port + 1 + int(name.removeprefix("tokenizer-")))
+
+
+class Sender:
+    """The writing end of a channel. Not thread-safe. ``address`` may name the receiver's key."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, bound: int, curve: Curve | None = None
+    ) -> None:
         self.address = address
         self._encoder = msgspec.msgpack.Encoder()
         self._socket = context.socket(zmq.PUSH)
@@ -93,7 +149,11 @@ class Sender:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 10)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
-        self._socket.connect(address)
+        place, _, key = address.partition("#")
+        if place.startswith("tcp://"):
+            _prepare_tcp(self._socket)
+            _need(curve).as_client(self._socket, key_from_hex(key))
+        self._socket.connect(place)
 
     def send(self, message: messages.Message) -> bool:
         """Queue a message; False, with nothing queued, when the channel is full."""
@@ -115,73 +175,161 @@ class Sender:
 class Receiver(Generic[M]):
     """The reading end: an inbox this process binds. Not thread-safe.
 
-    A frame that does not decode as one of the inbox's message types is counted in ``num_bad``
-    and dropped; it cannot harm the process.
+    A frame that does not decode as one of the inbox's message types, or that ``accepts`` refuses, is
+    counted in ``num_bad`` and dropped; it cannot harm the process.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, types: Any, bound: int) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        types: Any,
+        bound: int,
+        curve: Curve | None = None,
+        accepts: Callable[[M], bool] | None = None,
+    ) -> None:
         self.address = address
-        self.num_bad = 0
+        """Where it is bound: with the port that was chosen, where 0 was asked for."""
+        self._num_bad = 0
+        self._warned_at = 0.0
+        self._accepts = accepts
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(types)
         self.socket = context.socket(zmq.PULL)
+        self._poller = zmq.Poller()
+        self._poller.register(self.socket, zmq.POLLIN)
         self.socket.setsockopt(zmq.RCVHWM, bound)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + _MARGIN_BYTES)
+        if address.startswith("tcp://"):
+            _prepare_tcp(self.socket)
+            _need(curve).as_server(self.socket, context)
+        self._refusals = self.socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
         self.socket.bind(address)
+        if address.startswith("tcp://"):
+            self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def num_bad(self) -> int:
+        """Frames dropped, and connections refused because they spoke no ZeroMQ or had no known key."""
+        while not self.socket.closed and self._refusals.poll(0):
+            recv_monitor_message(self._refusals, zmq.NOBLOCK)
+            self._num_bad += 1
+        return self._num_bad
 
     def receive(self, limit: int = 1024) -> list[M]:
-        """Everything that has arrived, oldest first, at most ``limit``; never waits."""
+        """Everything that has arrived, oldest first, at most ``limit`` frames; never waits."""
         out: list[M] = []
-        while len(out) < limit:
-            try:
-                frame = self.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
+        for _ in range(limit):
+            if not self._poller.poll(0):  # a third of the time of an exception
                 break
+            frame = self.socket.recv(zmq.NOBLOCK)
+            if len(frame) > MAX_MESSAGE_BYTES:
+                self._drop(frame, f"more than {MAX_MESSAGE_BYTES}")
+                continue
             try:
-                out.append(self._decoder.decode(frame))
-            except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
-                self.num_bad += 1
-                log.warning("%s: dropped a frame of %d bytes: %s", self.address, len(frame), error)
+                message = self._decoder.decode(frame)
+            except MemoryError:
+                raise  # no frame can cause it (lengths are checked first): this process has no memory left
+            except Exception as error:  # whatever it is (RecursionError too), the frame alone is at fault
+                self._drop(frame, str(error))
+                continue
+            if self._accepts is not None and not self._accepts(message):
+                self._drop(frame, "not for this inbox to take")
+                continue
+            out.append(message)
         return out
+
+    def _drop(self, frame: bytes, why: str) -> None:
+        self._num_bad += 1
+        now = time.monotonic()
+        if now - self._warned_at >= _WARN_EVERY_S:  # a flood of them must not become a flood of log lines
+            self._warned_at = now
+            log.warning(
+                "%s: dropped a frame of %d bytes: %s (%d so far)", self.address, len(frame), why, self._num_bad
+            )
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until something arrives or ``timeout_s`` passes; True if something is there."""
-        return bool(self.socket.poll(max(0, int(timeout_s * 1000))))
+        return bool(self._poller.poll(max(0, int(timeout_s * 1000))))
 
     def fileno(self) -> int:
         """ZeroMQ's edge-triggered descriptor: readable means *try receive() until it is empty*."""
         return int(self.socket.getsockopt(zmq.FD))
 
     def close(self) -> None:
-        """Close the inbox; what is queued in it is lost."""
-        self.socket.close(linger=0)
+        """Close the inbox; what is queued in it is lost. Closing it again does nothing."""
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self._refusals.close(linger=0)
+            self.socket.close(linger=0)
 
 
 class Channels:
     """A process's ZeroMQ context and the channels opened on it.
 
-    ``run_dir`` holds the ipc sockets. One instance per process, used from one thread.
+    ``run_dir`` holds the ipc sockets. ``curve`` gives the keys for tcp addresses; it is called when the first is
+    used. One instance per process, used from one thread.
     """
 
-    def __init__(self, run_dir: Path | str) -> None:
+    def __init__(self, run_dir: Path | str, curve: Callable[[], Curve] | None = None) -> None:
         self.run_dir = Path(run_dir)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._open: list[Sender | Receiver[Any]] = []
+        self._read_keys = curve
+        self._curve: Curve | None = None
+
+    def address_of(self, inbox: str) -> str:
+        """Where an inbox is that is known by name alone."""
+        return inbox_address(self.run_dir, inbox)
 
     def sender(self, inbox: str, address: str | None = None) -> Sender:
-        """Connect to an inbox, by name or (a gateway elsewhere) by address."""
-        sender = Sender(self._context, address or inbox_address(self.run_dir, inbox), BOUNDS[kind_of(inbox)])
+        """Connect to an inbox, by name or (a gateway elsewhere) by address.
+
+        Raises ``ConfigError`` for a tcp address without keys.
+        """
+        address = address or self.address_of(inbox)
+        sender = Sender(self._context, address, BOUNDS[kind_of(inbox)], self._keys_for(address))
         self._open.append(sender)
         return sender
 
-    def receiver(self, inbox: str, address: str | None = None) -> Receiver[Any]:
-        """Bind an inbox. Raises ``zmq.ZMQError`` (EADDRINUSE) only for tcp addresses: an ipc address is taken over."""
+    def receiver(
+        self, inbox: str, address: str | None = None, accepts: Callable[[Any], bool] | None = None
+    ) -> Receiver[Any]:
+        """Bind an inbox. Raises ``zmq.ZMQError`` (EADDRINUSE) only for tcp addresses: an ipc address is taken over.
+
+        Raises ``ConfigError`` for a tcp address without keys.
+        """
         kind = kind_of(inbox)
+        address = address or self.address_of(inbox)
         receiver: Receiver[Any] = Receiver(
-            self._context, address or inbox_address(self.run_dir, inbox), INBOX_TYPES[kind], BOUNDS[kind]
+            self._context, address, INBOX_TYPES[kind], BOUNDS[kind], self._keys_for(address), accepts
         )
         self._open.append(receiver)
         return receiver
+
+    def is_gateway_elsewhere(self, gateway: str, address: str) -> bool:
+        """Whether name and address are those of a gateway on another host whose key is known.
+
+        A host by number: to look a name up would hold all channels up.
+        """
+        place, _, key = address.partition("#")
+        try:
+            ipaddress.ip_address(split_tcp(place)[0])
+            return is_remote(gateway) and _need(self._keys_for(place)).knows(key_from_hex(key))
+        except ValueError:
+            return False
+
+    def _keys_for(self, address: str) -> Curve | None:
+        if address.startswith("tcp://") and self._curve is None and self._read_keys is not None:
+            self._curve = self._read_keys()
+        return self._curve
+
+    @property
+    def num_bad(self) -> int:
+        """``Receiver.num_bad`` of all inboxes of this process."""
+        return sum(channel.num_bad for channel in self._open if isinstance(channel, Receiver))
 
     @staticmethod
     def wait_any(receivers: list[Receiver[Any]], timeout_s: float) -> bool:
@@ -196,4 +344,19 @@ class Channels:
         for channel in self._open:
             channel.close()
         self._open.clear()
+        if self._curve is not None:
+            self._curve.close()
         self._context.term()
+
+
+def _prepare_tcp(sock: zmq.Socket[bytes]) -> None:
+    sock.setsockopt(zmq.IPV6, 1)
+    sock.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
+    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(3000 * HEARTBEAT_S))
+    sock.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+
+
+def _need(curve: Curve | None) -> Curve:
+    if curve is None:
+        raise ConfigError("a tcp channel needs CURVE keys: --curve-keys DIR, made by launch.py --make-curve-keys DIR")
+    return curve

@@ -24,12 +24,14 @@ Vocabulary
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+GatewayName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9._@-]{1,96}\Z")]
+"""A gateway's name: it becomes part of a socket's path and a metric's label. ``gateway-0``, ``gateway-1f3a@web1``."""
 HEALTH_RID_PREFIX = "health-"
 """Requests whose rid begins with this are the gateways' own health checks: run, but counted nowhere."""
 
@@ -165,7 +167,7 @@ class Generate(Message, frozen=True, kw_only=True):
     """Submit (or, with attempt > 0, resubmit) one generation."""
 
     rid: str
-    gateway: str
+    gateway: GatewayName
     attempt: int = 0
     group: str | None = None
     """Rids of one group have the same prompt (parallel samples) or came in one call."""
@@ -190,7 +192,7 @@ class Abort(Message, frozen=True, kw_only=True):
     """
 
     rid: str
-    gateway: str
+    gateway: GatewayName
     reason: str = "client disconnected"
 
 
@@ -198,7 +200,7 @@ class TokenizeText(Message, frozen=True, kw_only=True):
     """/tokenize: answered by ``TextReply`` with ids (int32) and, for chat prompts, the rendered text."""
 
     request_id: str
-    gateway: str
+    gateway: GatewayName
     prompt: Prompt
 
 
@@ -206,7 +208,7 @@ class DetokenizeIds(Message, frozen=True, kw_only=True):
     """/detokenize: answered by ``TextReply`` with text."""
 
     request_id: str
-    gateway: str
+    gateway: GatewayName
     ids: bytes
 
 
@@ -609,14 +611,16 @@ class EngineStatus(Message, frozen=True, kw_only=True):
     """Snapshot of the engine's counters and gauges, Prometheus names without prefix."""
     histograms: dict[str, list[float]] = {}
     """name -> [sum, count, bucket counts...]; buckets are named in gateway/metrics.py."""
+    run: str = ""
+    """Names this run of the whole engine: another one knows nothing of what is open."""
 
 
 class GatewayLease(Message, frozen=True, kw_only=True):
     """gateway -> scheduler, every second: the gateway is alive. Its address lets others answer it."""
 
-    gateway: str
+    gateway: GatewayName
     address: str
-    """Endpoint the gateway's PULL socket is bound to."""
+    """Endpoint the gateway's PULL socket is bound to; ``tcp://host:port#key`` for one on another host."""
     generation: int
     closing: bool = False
 
@@ -625,8 +629,8 @@ class Control(Message, frozen=True, kw_only=True):
     """gateway -> scheduler: an operation on the engine, answered by ControlReply."""
 
     request_id: str
-    gateway: str
-    action: Literal["flush_cache", "abort_all", "abort", "info", "start_profile", "stop_profile", "drain"]
+    gateway: GatewayName
+    action: Literal["flush_cache", "abort_all", "abort", "info", "config", "start_profile", "stop_profile", "drain"]
     rid: str = ""
     timeout_s: float = 0.0
     """flush_cache: how long to wait for idleness; 0 answers 409 at once when busy."""
@@ -645,7 +649,7 @@ class ControlReply(Message, frozen=True, kw_only=True):
 class GatewayAddress(Message, frozen=True, kw_only=True):
     """scheduler -> tokenizer and detokenizer: where a gateway (perhaps on another host) listens."""
 
-    gateway: str
+    gateway: GatewayName
     address: str
     gone: bool = False
 
@@ -658,6 +662,8 @@ class Fleet(Message, frozen=True, kw_only=True):
 
     generations: dict[str, int]
     draining: bool = False
+    num_bad_frames: int = 0
+    """Dropped so far by every process but the gateways, which count their own."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
@@ -676,6 +682,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     detail: str = ""
     info: dict[str, Any] = {}
     """With ready: what the start-up table shows."""
+    num_bad_frames: int = 0
+    """Frames and connections that its inboxes refused."""
 
 
 # --------------------------------------------------------------------------- unions per channel
@@ -685,6 +693,8 @@ ToScheduler = (
     Tokenized | Abort | StopHit | GatewayStuck | GatewayLease | Control | Fleet | TokenizerReady
     | WorkerReady | StepResult | WorkerControlReply
 )
+ToRemoteTokenizer = Generate | Abort | TokenizeText | DetokenizeIds
+ToRemoteScheduler = GatewayLease | Control
 ToWorker = ForwardBatch | Reset | WorkerControl
 ToDetokenizer = TokenBatch | GatewayAddress
 ToGateway = Rejected | TextReply | TokenizerReady | TextBatch | EngineStatus | ControlReply

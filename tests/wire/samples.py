@@ -79,14 +79,15 @@ SAMPLES: list[Any] = [
     m.EngineStatus(
         generations={"worker-0": 1}, ready=True, draining=True, num_running=1, num_waiting=2, max_queued=3,
         context_len=4, max_total_tokens=5, vocab_size=6, batch_invariant=True, metrics={"m": 0.5},
-        histograms={"h": [1.0, 2.0]},
+        histograms={"h": [1.0, 2.0]}, run="u",
     ),
     m.GatewayLease(gateway="gateway-0", address="ipc:///x", generation=0, closing=True),
     m.Control(request_id="q", gateway="gateway-0", action="abort", rid="r1", timeout_s=0.5, directory="/d"),
     m.ControlReply(request_id="q", status=200, body={"ok": [1, None]}),
     m.GatewayAddress(gateway="gateway-0", address="ipc:///x", gone=True),
-    m.Fleet(generations={"worker-0": 1}, draining=True),
+    m.Fleet(generations={"worker-0": 1}, draining=True, num_bad_frames=1),
     m.Heartbeat(
-        role="worker", index=0, generation=1, pid=2, ready=True, progress=3, busy_since=0.5, detail="d", info={"a": 1}
+        role="worker", index=0, generation=1, pid=2, ready=True, progress=3, busy_since=0.5, detail="d", info={"a": 1},
+        num_bad_frames=4,
     ),
 ]  # fmt: skip
