@@ -76,7 +76,7 @@ def try_model(model_type: str) -> tuple[str, str, str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from common.errors import ConfigError
-    from worker_proc.attention.paged import decode_gather
+    from worker_proc.attention.backend import TorchBackend, decode_gather
     from worker_proc.generic.refusals import check_supported
     from worker_proc.generic.runner import GenericRunner
     from worker_proc.generic.selfcheck import NUM_CHECK_PAGES, compare, reference_logits
@@ -100,7 +100,8 @@ def try_model(model_type: str) -> tuple[str, str, str]:
     except Exception as error:
         return name, "not tried", f"transformers cannot run a shrunken config: {_reason(error)}"
     try:
-        runner = GenericRunner(model, page_size=16, decode=decode_gather)
+        plain = TorchBackend(16, torch.device("cpu"), decode_gather)
+        runner = GenericRunner(model, page_size=16, attention=plain)
         runner.allocate(NUM_CHECK_PAGES)
         result = compare(runner, reference, model.get_input_embeddings().num_embeddings)
     except ConfigError as error:

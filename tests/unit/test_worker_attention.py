@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from worker_proc.attention.backend import DecodeKernel, decode_gather, decode_padded
 from worker_proc.attention.cpu import decode_numba
-from worker_proc.attention.paged import DecodeKernel, decode_gather, decode_padded
 from worker_proc.attention.plan import make_plan
 from worker_proc.attention.reference import attend_plain, attend_sequence, visible
 from worker_proc.attention.spec import AttentionArgs, LayerSpec

@@ -2,7 +2,7 @@
 
 Each (sequence, KV head) is one work item that walks its sequence's pages with a running softmax
 (Milakov and Gimelshein, 2018; the arrangement of FlashAttention). Items share nothing, so a row's
-result does not depend on its neighbours. ``decode_gather`` in ``paged.py`` is the reference.
+result does not depend on its neighbours. ``decode_gather`` in ``backend.py`` is the reference.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numba.extending import overload
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker_proc.attention.paged import decode_gather
+from worker_proc.attention.backend import decode_gather
 from worker_proc.attention.plan import StepPlan
 from worker_proc.attention.spec import AttentionArgs, LayerSpec
 from worker_proc.vector_math import FAST_MATH, exp_in_place

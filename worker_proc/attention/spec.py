@@ -21,6 +21,8 @@ class LayerSpec:
     """Sliding window: sees the last ``window`` positions, its own included. 0: no window."""
     chunk: int = 0
     """Chunked attention: sees its own chunk of ``chunk`` positions only. 0: no chunks."""
+    shaped: bool = False
+    """Its scores get a soft cap or sinks (see :class:`AttentionArgs`)."""
 
     def lower_bound(self, position: int) -> int:
         """First position that a query at ``position`` sees."""

@@ -73,9 +73,10 @@ class LayerProbe:
             heads = f"{query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads"
             raise ConfigError(f"{where} has {heads}")
         window, chunk = self._limits_of(attention_mask, where)
-        spec = LayerSpec(key.shape[1], key.shape[3], value.shape[3], window, chunk)
-        self.specs.append(spec)
         args = attention_args(query, scaling, kwargs)
+        shaped = args.softcap > 0 or args.sinks is not None
+        spec = LayerSpec(key.shape[1], key.shape[3], value.shape[3], window, chunk, shaped)
+        self.specs.append(spec)
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return attend_sequence(q, k, v, 0, spec, args)[None], None
 

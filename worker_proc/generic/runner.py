@@ -15,7 +15,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import AttentionInterface
 
-from worker_proc.attention.paged import DecodeKernel, PagedAttention, decode_gather, decode_padded
+from worker_proc.attention.backend import AttentionBackend
+from worker_proc.attention.choice import AttentionNeeds, choose_backend
+from worker_proc.attention.kv_types import pool_dtype
+from worker_proc.attention.paged import PagedAttention
 from worker_proc.generic.packed_linear import PackedLinear
 from worker_proc.generic.probe import probe_layers, select_attention
 from worker_proc.generic.refusals import check_supported
@@ -29,13 +32,20 @@ class GenericRunner:
     """A ``ModelRunner`` for a loaded transformers model, on CPU or CUDA.
 
     ``model`` is in eval mode and stays the caller's; its attention implementation is set here.
-    ``decode`` picks the attention kernel of single-token rows (default: by device).
+    ``attention`` is --attention-backend, or a backend itself; ``kv_dtype`` is --kv-cache-dtype.
     Raises ``ConfigError`` if the model cannot be served.
     """
 
     batch_invariant = False
 
-    def __init__(self, model: Any, page_size: int, context_length: int = 0, decode: DecodeKernel | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        page_size: int,
+        context_length: int = 0,
+        attention: str | AttentionBackend = "auto",
+        kv_dtype: str = "auto",
+    ) -> None:
         text_config = model.config.get_text_config()
         limit = context_length or getattr(text_config, "max_position_embeddings", 0)
         check_supported(type(model), text_config, limit)
@@ -45,8 +55,11 @@ class GenericRunner:
         self.page_size = page_size
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.specs, self.vocab_size = probe_layers(model)
-        decode = decode or (_cpu_decode() if self.device.type == "cpu" else decode_padded)
-        self._attention = PagedAttention(self.specs, page_size, model.dtype, self.device, decode)
+        pool = pool_dtype(kv_dtype, model.dtype)
+        if isinstance(attention, str):
+            needs = AttentionNeeds(tuple(self.specs), page_size, limit, model.dtype, pool, self.device)
+            attention = choose_backend(attention, needs)
+        self._attention = PagedAttention(self.specs, page_size, pool, self.device, attention)
         self._key = f"quintet_paged_{next(_ATTENTION_NUMBERS)}"
         AttentionInterface.register(self._key, self._attention)
         select_attention(model, self._key)
@@ -100,12 +113,3 @@ class GenericRunner:
     def close(self) -> None:
         """Free the pool."""
         self._attention.release()
-
-
-def _cpu_decode() -> DecodeKernel:
-    """The Numba kernel, or the plain one where Numba is not installed."""
-    try:
-        from worker_proc.attention.cpu import decode_numba
-    except ImportError:
-        return decode_gather
-    return decode_numba
