@@ -41,3 +41,20 @@ class RequestError(QuintetError):
     ) -> None:
         super().__init__(message)
         self.info = ErrorInfo(status=status, message=message, code=code, param=param, retry_after_s=retry_after_s)
+
+
+_SPARE_BYTES = 8 << 20
+
+
+def raise_if_starved(error: BaseException) -> None:
+    """Raise ``error`` again if it says that this *process* has no memory, not that one request asked for too much.
+
+    For handlers that lay any exception to one request's charge. A process that cannot allocate must not go on
+    failing one request after the other: it ends, is replaced, and the requests go on in its successor.
+    """
+    if not isinstance(error, MemoryError):
+        return
+    try:
+        bytearray(_SPARE_BYTES)
+    except MemoryError:
+        raise error from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -155,5 +156,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _internal(error: Exception) -> ErrorInfo:
+    if isinstance(error, MemoryError):  # see ``main.end_if_starved``
+        asyncio.get_running_loop().call_exception_handler({"message": "a request failed", "exception": error})
     log.error("a request failed inside the gateway", exc_info=error)
     return ErrorInfo(status=500, message="the request failed inside the gateway")

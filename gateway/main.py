@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import time
+from typing import Any
 
 import uvloop
 
 from common.errors import ConfigError
 from common.messages import ErrorInfo
-from common.process import ProcessContext
+from common.process import EXIT_FAILED, ProcessContext
 from gateway.app import make_app
 from gateway.edge import Edge
 from gateway.engine import TICK_S, Engine
@@ -62,6 +64,7 @@ class Gateway:
     async def run(self, listener: object) -> None:
         """Serve on a bound socket until the context is stopping and what runs has finished."""
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(end_if_starved)
         loop.add_reader(self.engine.fileno(), self.engine.drain)
         self.engine.send_lease()
         serving = asyncio.ensure_future(self.server.serve(sockets=[listener]))  # type: ignore[list-item]
@@ -99,3 +102,13 @@ class Gateway:
                     engine.fail_all(ErrorInfo(status=503, message="the server is shutting down", code="draining"))
                 return
             await asyncio.sleep(TICK_S)
+
+
+def end_if_starved(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """The loop's exception handler. It would log the error of a callback and go on; but when memory runs out in one,
+    what that callback had taken from a channel is lost, and streams would wait for it for ever. So the process ends,
+    and clients connect to its successor."""
+    if isinstance(context.get("exception"), MemoryError):
+        log.critical("out of memory: %s", context.get("message", ""))
+        os._exit(EXIT_FAILED)
+    loop.default_exception_handler(context)

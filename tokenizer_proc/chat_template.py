@@ -19,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.errors import ConfigError, RequestError
+from common.errors import ConfigError, RequestError, raise_if_starved
 from common.messages import ChatPrompt
 from tokenizer_proc.control_tokens import ControlTokens, secret_text
 
@@ -170,6 +170,7 @@ def _render(run: Callable[[list[dict[str, Any]]], str], messages: list[dict[str,
     except RecursionError:
         words = "it recurses too deeply"
     except Exception as error:  # a template is a program: it may raise anything, and the client must hear of it
+        raise_if_starved(error)
         words = f"{type(error).__name__}: {error}"
     raise RequestError(f"the chat template refused the messages: {words}", param="messages", code="chat_template_error")
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from common.errors import RequestError
+from common.errors import RequestError, raise_if_starved
 from common.messages import (
     Abort,
     DetokenizeIds,
@@ -72,6 +72,7 @@ class TokenizerServer:
         self._clock = clock
         self._jobs: dict[str, Job] = {}
         self._done: deque[tuple[str, Job, Result]] = deque()
+        self._starved: MemoryError | None = None
         self.num_handled = 0
 
     @property
@@ -94,7 +95,10 @@ class TokenizerServer:
             self._start(f"\0{message.gateway}\0{message.request_id}", message)
 
     def collect(self) -> None:
-        """Hand out what the helper threads finished, and refuse what took too long."""
+        """Hand out what the helper threads finished, and refuse what took too long. Raises MemoryError when one of
+        them could not go on for want of memory."""
+        if self._starved is not None:
+            raise self._starved
         while self._done:
             key, job, result = self._done.popleft()
             if self._jobs.get(key) is job:  # else it was aborted, replaced or refused meanwhile
@@ -152,7 +156,10 @@ class TokenizerServer:
         job.started = self._clock()
         if self._jobs.get(key) is not job:
             return  # aborted or replaced while it waited
-        self._done.append((key, job, self._prepare(job.message)))
+        try:
+            self._done.append((key, job, self._prepare(job.message)))
+        except MemoryError as error:
+            self._starved = error  # an exception that ends a helper thread's work ends nothing else
         self._wake()
 
     def _prepare(self, message: Work) -> Result:
@@ -165,6 +172,7 @@ class TokenizerServer:
         except RequestError as error:
             return _refusal(message, error.info)
         except Exception as error:  # one request must not end the process; ours to find in the log
+            raise_if_starved(error)
             log.exception("a request could not be prepared")
             return _refusal(message, ErrorInfo(status=500, message=f"tokenizing failed: {error}"))
 

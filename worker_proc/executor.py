@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.errors import InvariantError
+from common.errors import InvariantError, raise_if_starved
 from common.messages import (
     BeginRequest,
     ForwardBatch,
@@ -199,6 +199,7 @@ class StepExecutor:
             try:
                 request = self._request(row, outcomes[row.index])
             except Exception as error:  # the grammar of one request
+                raise_if_starved(error)
                 self._fail(failures, row.index, row.slot, f"grammar: {error}")
                 continue
             if request is not None:
@@ -216,6 +217,7 @@ class StepExecutor:
             try:
                 self._accept(row.slot, token, outcomes[row.index])
             except Exception as error:
+                raise_if_starved(error)
                 self._fail(failures, row.index, row.slot, f"grammar: {error}")
                 outcomes[row.index].ids.clear()
                 continue

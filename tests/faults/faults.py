@@ -1,0 +1,189 @@
+"""What is done to a process, and what must be true of the server afterwards."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import resource
+import signal
+import threading
+import time
+from typing import Any
+
+import psutil
+
+from tests.faults.streams import connect, server_info
+from tests.integration.server import Server, eventually
+
+BACK_S = 120.0
+IDLE_S = 60.0
+NUM_PRESSED = 6
+PACKAGES = {
+    "gateway": "gateway",
+    "tokenizer": "tokenizer_proc",
+    "scheduler": "scheduler_proc",
+    "worker": "worker_proc",
+    "detokenizer": "detokenizer_proc",
+}
+
+
+class Fault:
+    """``strike`` does it; ``recover`` waits until the server is whole again, or fails."""
+
+    def __init__(self, server: Server, role: str) -> None:
+        self.server = server
+        self.role = role
+        self.name = f"{role}-0"
+        self.pid = 0
+
+    def strike(self) -> None:
+        """Do it. Returns at once."""
+        raise NotImplementedError
+
+    def recover(self) -> None:
+        """Another process has taken the place, and nothing of what the dead one held is left."""
+        self.server.wait_replaced(self.name, self.pid, BACK_S)
+        check_whole(self.server)
+
+
+class Kill(Fault):
+    """kill -9."""
+
+    def strike(self) -> None:
+        self.pid = self.server.kill(self.name, signal.SIGKILL)
+
+
+class Stop(Fault):
+    """SIGSTOP: it lives, and does nothing. The supervisor has to find out."""
+
+    def strike(self) -> None:
+        self.pid = self.server.kill(self.name, signal.SIGSTOP)
+
+    def recover(self) -> None:
+        super().recover()
+        assert f"{self.name} is hung" in self.server.log
+
+
+class NoMemory(Fault):
+    """The address space may not grow any more: the next allocation that needs a page of the kernel's fails.
+
+    A process that lives on what it has is not harmed, so requests follow that make every process allocate. One that
+    gets through all of it gets its limit back.
+    """
+
+    def strike(self) -> None:
+        self.pid = self.server.pids()[self.name]
+        resource.prlimit(self.pid, resource.RLIMIT_AS, (1, resource.RLIM_INFINITY))
+        self._pressing = [threading.Thread(target=self._press, args=(n,), daemon=True) for n in range(NUM_PRESSED)]
+        for thread in self._pressing:
+            thread.start()
+
+    def _press(self, number: int) -> None:
+        """Text that is too long is refused by the tokenizer; text that is not goes through every process. How these
+        requests end is not looked at."""
+        text = f"{number} " + "Grüße aus Köln. " * (200 if number % 2 else 50_000)
+        body = {"prompt": text, "max_tokens": 5, "logprobs": 5, "timeout": 60}
+        gateway = self.name if self.role == "gateway" else "gateway-1"
+        try:
+            connection = connect(self.server.url, gateway)
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            connection.getresponse().read()
+        except (AssertionError, OSError, http.client.HTTPException, ValueError):
+            pass
+
+    def recover(self) -> None:
+        for thread in self._pressing:
+            thread.join(BACK_S)
+        try:
+            resource.prlimit(self.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        except ProcessLookupError:
+            super().recover()
+            return
+        check_whole(self.server)
+
+
+class ExitAtStart(Fault):
+    """kill -9, and the process that takes its place ends before it is ready, too."""
+
+    def strike(self) -> None:
+        known = {child.pid for child in self._starts()}
+        self.pid = self.server.kill(self.name, signal.SIGKILL)
+        threading.Thread(target=self._end_next, args=(known,), daemon=True).start()
+        self.struck = threading.Event()
+
+    def _starts(self) -> list[psutil.Process]:
+        """Processes of the role that have not taken their title, which is the first thing they do once imported."""
+        found = []
+        for child in psutil.Process(self.server.process.pid).children():
+            try:
+                line = child.cmdline()
+            except psutil.Error:
+                continue
+            if PACKAGES[self.role] in line and "--index" in line and line[line.index("--index") + 1] == "0":
+                found.append(child)
+        return found
+
+    def _end_next(self, known: set[int]) -> None:
+        deadline = time.monotonic() + BACK_S
+        while time.monotonic() < deadline:
+            for child in self._starts():
+                if child.pid not in known:
+                    child.terminate()
+                    self.struck.set()
+                    return
+            time.sleep(0.002)
+
+    def recover(self) -> None:
+        assert self.struck.wait(BACK_S), f"no second {self.name} was seen starting"
+        super().recover()
+        assert self.server.log.count(f"{self.name} ended (killed by SIGTERM)") >= 1
+
+
+class ExitAtShutdown(Fault):
+    """The server was asked to stop and lets what runs finish; meanwhile the process ends, in its own way (SIGTERM)."""
+
+    def strike(self) -> None:
+        self.server.send(signal.SIGTERM)
+        eventually(lambda: "draining:" in self.server.log, IDLE_S, "the drain begins")
+        self.pid = self.server.kill(self.name, signal.SIGTERM)
+
+    def recover(self) -> None:
+        assert self.server.wait(BACK_S) == 0, self.server.last_line
+        assert not self.server.leftovers()
+
+
+FAULTS = {"kill": Kill, "stop": Stop, "memory": NoMemory, "start-up": ExitAtStart, "shutdown": ExitAtShutdown}
+
+
+def engine_state(server: Server) -> dict[str, Any] | None:
+    """The scheduler's metrics at this moment; None while the engine does not answer."""
+    try:
+        connection = connect(server.url)
+        try:
+            connection.request("GET", "/health")
+            health = connection.getresponse()
+            health.read()
+            if health.status != 200:
+                return None
+            found: dict[str, Any] = server_info(connection)["scheduler"]["metrics"]
+            return found
+        finally:
+            connection.close()
+    except (OSError, http.client.HTTPException, KeyError, ValueError):
+        return None
+
+
+def check_whole(server: Server) -> None:
+    """Idle and ready, every page free or in the cache, no bookkeeping found wrong. Waits for the first two."""
+
+    def idle() -> bool:
+        state = engine_state(server)
+        return state is not None and state["num_running_reqs"] == 0 and state["num_queue_reqs"] == 0
+
+    eventually(idle, BACK_S, "ready and idle again")
+    state = engine_state(server)
+    assert state is not None and state["num_used_tokens"] == 0, f"pages are held with nothing running: {state}"
+    assert state["num_invariant_failures_total"] == 0, server.log
+    total = server.pages()
+    cached = state["num_cached_tokens"] // 16
+    assert state["num_free_pages"] + cached == total, f"{state['num_free_pages']} free + {cached} cached of {total}"

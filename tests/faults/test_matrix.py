@@ -1,0 +1,55 @@
+"""Every process, every fault, every phase: what clients assemble is what they would have had.
+
+Without ``QUINTET_FAULTS=all`` (``make faults``) a slice that has every pair of role, fault and phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.cells import FAULTS, PHASES, ROLES, Cell, pairwise_slice, whole_matrix
+from tests.faults.conftest import WHOLE
+from tests.faults.faults import FAULTS as DO
+from tests.faults.scene import Scene
+from tests.faults.streams import Reply
+from tests.integration.server import Server
+
+CELLS = whole_matrix() if WHOLE else pairwise_slice()
+
+
+def server_key(cell: Cell) -> str:
+    """Cells with the same key share a server. A shutdown ends it; and where pauses are measured, the restarts that
+    went before must not make one longer."""
+    if cell.fault == "shutdown":
+        return cell.name
+    return cell.fault if WHOLE else "shared"
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cell", CELLS, ids=[cell.name for cell in CELLS])
+def test_streams_end_as_if_nothing_had_happened(
+    cell: Cell,
+    fleet: Callable[[str], Server],
+    reference: Callable[[Server], dict[str, Reply]],
+    pauses: dict[tuple[str, str], dict[str, float]],
+) -> None:
+    server = fleet(server_key(cell))
+    scene = Scene(server, cell, reference(server), salt=cell.name)
+    scene.play(DO[cell.fault](server, cell.role))
+    assert set(scene.pauses) >= set(cell.phases)
+    pauses[cell.role, cell.fault] = {phase: scene.pauses[phase] for phase in cell.phases}
+
+
+def test_the_slice_has_every_pair() -> None:
+    cells = pairwise_slice()
+    assert sum(len(cell.phases) for cell in cells) == 30
+    assert {(cell.role, cell.fault) for cell in cells} == {(role, fault) for role in ROLES for fault in FAULTS}
+    assert {(cell.role, phase) for cell in cells for phase in cell.phases} == {(r, p) for r in ROLES for p in PHASES}
+    assert {(cell.fault, phase) for cell in cells for phase in cell.phases} == {(f, p) for f in FAULTS for p in PHASES}
+
+
+def test_the_matrix_has_every_cell() -> None:
+    assert sum(len(cell.phases) for cell in whole_matrix()) == len(ROLES) * len(FAULTS) * len(PHASES) == 150
