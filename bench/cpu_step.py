@@ -123,7 +123,7 @@ def tile_rate(isa: Isa, num_threads: int) -> Callable[[], float]:
     def loop(base: int) -> None:
         for _ in range(repeats):
             w = base + 32768
-            dot(rows, base, steps * 64, w, w + STEP_BYTES, steps, 2 * STEP_BYTES, base + 65536, 128)
+            dot(rows, base, steps * 64, w, w + STEP_BYTES, steps, 2 * STEP_BYTES, base + 65536, 128, 0, 0)
 
     def work(tid: int) -> None:
         if configure is not None:

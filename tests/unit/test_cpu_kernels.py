@@ -107,7 +107,7 @@ def test_amx_tiles_add_in_the_documented_order_for_any_number_of_rows() -> None:
     @njit
     def run(config: int, n: int, x: int, ldx: int, w: int, steps: int, out: int) -> int:
         configure(config)
-        done = dot(n, x, ldx, w, w + tiles.STEP_BYTES, steps, 2 * tiles.STEP_BYTES, out, 128)
+        done = dot(n, x, ldx, w, w + tiles.STEP_BYTES, steps, 2 * tiles.STEP_BYTES, out, 128, 0, 0)
         configure(0)
         return done
 

@@ -100,20 +100,23 @@ def make_segment(kernels: KernelSet) -> Any:
     score_peak, score_powers = kernels.score_peak, kernels.score_powers
 
     @kernels.jit
-    def score(rows: int, count: int, head_pad: int, head_bytes: int, q: int, blocks: Any, scores: int) -> None:
+    def score(
+        rows: int, count: int, head_pad: int, head_bytes: int, q: int, blocks: Any, scores: int, fresh: bool
+    ) -> None:
         ldq = head_pad * 2
         for b in range(0, count, 2):
             k0 = blocks[0, b]
             k1 = blocks[0, b + 1] if b + 1 < count else k0  # an odd last block fills a masked column
             # Scattered pages defeat the hardware's prefetching: ask for this segment's V, and for the K of
             # the next head, which is the thread's next item (after the last head's K lies the first V).
-            for at in (b, min(b + 1, count - 1)):
-                prefetch_lines(blocks[1, at], head_pad // 2, PAIR_BYTES)
-                prefetch_lines(blocks[0, at] + head_bytes, head_pad // 2, PAIR_BYTES)
+            if fresh:
+                for at in (b, min(b + 1, count - 1)):
+                    prefetch_lines(blocks[1, at], head_pad // 2, PAIR_BYTES)
+                    prefetch_lines(blocks[0, at] + head_bytes, head_pad // 2, PAIR_BYTES)
             r = 0
             while r < rows:
                 out = scores + r * SCORE_ROW + b * 64
-                r += qk_rows(rows - r, q + r * ldq, ldq, k0, k1, head_pad // 32, STEP_BYTES, out, SCORE_ROW)
+                r += qk_rows(rows - r, q + r * ldq, ldq, k0, k1, head_pad // 32, STEP_BYTES, out, SCORE_ROW, 0, 0)
 
     @kernels.jit
     def weigh(rows: int, count: int, head_pad: int, p: int, blocks: Any, o: int) -> None:
@@ -127,8 +130,9 @@ def make_segment(kernels: KernelSet) -> Any:
 
     @kernels.jit
     def segment(
-        tokens: Any, count: int, seq: int, number: int, head: int, model: Any, layer: Any, step: Any, own: Any
-    ) -> None:
+        tokens: Any, count: int, seq: int, number: int, head: int, fresh: bool, model: Any, layer: Any, step: Any,
+        own: Any,
+    ) -> None:  # fmt: skip
         positions = carray(i32_pointer(step.positions), (step.num_tokens,))
         group = model.num_heads // model.num_kv_heads
         start = number * SEGMENT_TOKENS
@@ -139,7 +143,7 @@ def make_segment(kernels: KernelSet) -> Any:
         blocks = carray(i64_pointer(own.blocks), (2, SEGMENT_BLOCKS))
         find_blocks(seq, number, num_blocks, head, model, layer, step, blocks)
         head_bytes = model.page_size * model.head_pad * 2
-        score(count * group, num_blocks, model.head_pad, head_bytes, own.q, blocks, own.scores)
+        score(count * group, num_blocks, model.head_pad, head_bytes, own.q, blocks, own.scores, fresh)
         for t in range(count):
             position = positions[tokens[t]]
             lo = max(0, first_visible(position, layer.window) - start)
@@ -168,14 +172,16 @@ def _make_whole(kernels: KernelSet, segment: Any) -> Any:
     merge_row, finish_row = kernels.merge_row, kernels.finish_row
 
     @kernels.jit
-    def whole(tokens: Any, count: int, seq: int, head: int, model: Any, layer: Any, step: Any, own: Any) -> None:
+    def whole(
+        tokens: Any, count: int, seq: int, head: int, fresh: bool, model: Any, layer: Any, step: Any, own: Any
+    ) -> None:
         positions = carray(i32_pointer(step.positions), (step.num_tokens,))
         group = model.num_heads // model.num_kv_heads
         vectors = model.head_pad // 16
         reset_running(own.state_run, own.o_run, count * group, model.head_pad)
         first = first_visible(positions[tokens[0]], layer.window) // SEGMENT_TOKENS
         for number in range(first, num_segments(positions[tokens[count - 1]] + 1)):
-            segment(tokens, count, seq, number, head, model, layer, step, own)
+            segment(tokens, count, seq, number, head, fresh, model, layer, step, own)
             for r in range(count * group):
                 o = r * model.head_pad * 4
                 merge_row(own.state_run + r * 8, own.o_run + o, own.state + r * 8, own.o + o, vectors)
@@ -206,7 +212,7 @@ def _make_split(kernels: KernelSet, segment: Any) -> Any:
             return  # outside of every row's window; ``join`` begins after it
         group = model.num_heads // model.num_kv_heads
         gather_queries(tokens, count, head, group, model, step, own.q)
-        segment(tokens, count, seq, number, head, model, layer, step, own)
+        segment(tokens, count, seq, number, head, True, model, layer, step, own)
         states = carray(f32_pointer(own.state), (ITEM_ROWS, 2))
         for t in range(count):
             for g in range(group):
@@ -265,7 +271,7 @@ def make_attention(kernels: KernelSet) -> tuple[Any, Any]:
         items = carray(i32_pointer(step.items), (step.num_tokens + step.partial_rows, ITEM_FIELDS))
         tokens = carray(i32_pointer(own.tokens), (ITEM_ROWS,))
         group = model.num_heads // model.num_kv_heads
-        victim = 0
+        victim, seq, visits = 0, -1, 0
         while True:
             work, victim = next_item(counters, tid, nt, counts[NUM_ITEMS] * model.num_kv_heads, victim)
             if work < 0:
@@ -275,8 +281,11 @@ def make_attention(kernels: KernelSet) -> tuple[Any, Any]:
             if item[ITEM_SEGMENT] == WHOLE:
                 for t in range(item[ITEM_COUNT]):
                     tokens[t] = item[ITEM_FIRST] + t
+                # A sequence's later items find its K and V in the second-level cache.
+                visits = visits + 1 if item[ITEM_SEQ] == seq else 0
+                seq = item[ITEM_SEQ]
                 gather_queries(tokens, item[ITEM_COUNT], head, group, model, step, own.q)
-                whole(tokens, item[ITEM_COUNT], item[ITEM_SEQ], head, model, layer, step, own)
+                whole(tokens, item[ITEM_COUNT], seq, head, visits < model.num_kv_heads, model, layer, step, own)
             else:
                 split(
                     item[ITEM_FIRST], item[ITEM_COUNT], item[ITEM_SEQ], item[ITEM_SEGMENT], head, model, layer,

@@ -25,6 +25,8 @@ SCRATCH_ROW_BYTES = 128
 MODES = ("store", "add", "silu", "gelu")
 MASKED = -1e30
 """A score no row can see; also the running maximum before the first key."""
+_LOWEST_PEAK = -1e20
+"""Peaks are taken as no lower: a row that sees nothing has a masked one, and its powers are still to be 0."""
 
 
 def _gate(e: VectorEmitter, mode: str, g: Any, u: Any) -> Any:
@@ -126,13 +128,16 @@ def make_score_powers(isa: Isa) -> Any:
             e = VectorEmitter(b, isa)
             peak = b.fmul(e.load(state, F32), scale)
             e.store(peak, state)
-            offset, factor = b.fneg(e.splat(peak)), e.splat(scale)
+            lowest = ir.Constant(F32, _LOWEST_PEAK)
+            seen = b.select(b.fcmp_ordered(">", peak, lowest), peak, lowest)
+            offset, factor = b.fneg(e.splat(seen)), e.splat(scale)
             total = cgutils.alloca_once(b, V16F)
             b.store(e.zero(), total)
             with cgutils.for_range(b, num, intp=I64) as loop:
                 score = e.load(e.at(scores, loop.index, 64), V16F)
                 power = e.exp2(e.fma(score, factor, offset))
-                power = b.select(b.fcmp_ordered(">", score, e.vec(MASKED)), power, e.zero())
+                if not isa.splits_powers:  # whose exp2 does not reach 0
+                    power = b.select(b.fcmp_ordered(">", score, e.vec(MASKED)), power, e.zero())
                 b.store(b.fadd(b.load(total), power), total)
                 e.store(e.to_bf16(power), e.at(p, loop.index, 32), align=2)
             e.store(ordered_sum(e, b.load(total)), e.at(state, 4))
@@ -167,7 +172,9 @@ def make_merge_row(isa: Isa) -> Any:
             tops = [e.splat(e.load(s, F32)) for s in (state, seg_state)]
             sums = [e.splat(e.load(e.at(s, 4), F32)) for s in (state, seg_state)]
             peak = e.maximum(*tops)
-            old, new = (e.exp2(b.fsub(top, peak)) for top in tops)
+            smaller = e.exp2(b.fsub(e.minimum(*tops), peak))
+            running = b.fcmp_ordered(">", *tops)
+            old, new = b.select(running, e.vec(1.0), smaller), b.select(running, smaller, e.vec(1.0))
             zero = ir.Constant(I32, 0)
             e.store(b.extract_element(peak, zero), state)
             total = e.fma(sums[1], new, b.fmul(sums[0], old))

@@ -4,7 +4,8 @@ Weights are packed once into panels of 32 columns (``packing.py``); a panel is r
 An item is one panel times one block of rows. The block is chosen so that its activations stay in
 the second-level cache while the panels pass by (``row_block``); with fewer rows than that there is
 one block and the weights are read exactly once, which is the limit of decoding: bytes of weights
-over memory bandwidth.
+over memory bandwidth. The first tile of a panel waits for memory; while the others compute, they ask for the
+next panel, which follows in memory, so that a chunk of prefill takes the longer of the two times, not their sum.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from worker_proc.kernels.cpu.team import next_item
 from worker_proc.kernels.cpu.tiles import STEP_BYTES
 
 W_STEP = 2 * STEP_BYTES
+STEP_LINES = W_STEP // 64
 STORE, ADD, SILU, GELU = range(len(MODES))
 ACTIVATION_BYTES = 1 << 20
 """Activations of a row block: half of a 2 MiB second-level cache."""
@@ -50,14 +52,19 @@ def make_linear(kernels: KernelSet) -> Any:
     def panel(
         mode: int, x: int, ldx: int, rows: int, w: int, bias: int, steps: int, out: int, ldo: int, sums: int
     ) -> None:
-        row = 0
+        row, ahead, lines = 0, w + steps * W_STEP, 0
         while row < rows:
             left = rows - row
             at = x + row * ldx
             if row == 0:
-                done = dot_rows_first(left, at, ldx, w, w + STEP_BYTES, steps, W_STEP, sums, SCRATCH_ROW_BYTES)
+                done = dot_rows_first(left, at, ldx, w, w + STEP_BYTES, steps, W_STEP, sums, SCRATCH_ROW_BYTES, 0, 0)
+                if left > done:
+                    lines = STEP_LINES // ((left - 1) // done)
             else:
-                done = dot_rows(left, at, ldx, w, w + STEP_BYTES, steps, W_STEP, sums, SCRATCH_ROW_BYTES)
+                done = dot_rows(
+                    left, at, ldx, w, w + STEP_BYTES, steps, W_STEP, sums, SCRATCH_ROW_BYTES, ahead, lines
+                )
+                ahead += steps * lines * 64
             finish(mode, sums, min(done, left), bias, out + row * ldo, ldo)
             row += done
 

@@ -28,6 +28,9 @@ class Isa:
     """Rows of the register tiles, descending, the last 1. With AMX: (32, 16), the last padded."""
     native_bf16_store: bool
     """The machine rounds float32 to bf16 in one instruction."""
+    splits_powers: bool
+    """It has AVX-512's instructions that split a number at its integer part, scale by powers of two, and guess
+    reciprocals."""
 
     @property
     def max_rows(self) -> int:
@@ -35,11 +38,11 @@ class Isa:
         return self.row_tiles[0]
 
 
-AMX = Isa("amx_bf16", "amx", (32, 16), True)
-AVX512_BF16 = Isa("avx512_bf16", "vdpbf16ps", (12, 8, 4, 3, 2, 1), True)
-AVX512 = Isa("avx512", "fma", (8, 4, 3, 2, 1), False)
-AVX2 = Isa("avx2", "fma", (2, 1), False)
-NEON = Isa("neon", "fma", (3, 2, 1), False)
+AMX = Isa("amx_bf16", "amx", (32, 16), True, True)
+AVX512_BF16 = Isa("avx512_bf16", "vdpbf16ps", (12, 8, 4, 3, 2, 1), True, True)
+AVX512 = Isa("avx512", "fma", (8, 4, 3, 2, 1), False, True)
+AVX2 = Isa("avx2", "fma", (2, 1), False, False)
+NEON = Isa("neon", "fma", (3, 2, 1), False, False)
 
 ALL = (AMX, AVX512_BF16, AVX512, AVX2, NEON)
 

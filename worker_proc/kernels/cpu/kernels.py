@@ -67,9 +67,9 @@ class KernelSet:
     jit: Kernel
     """Decorator for functions built on these kernels."""
     dot_rows: Kernel
-    """(n, x, ldx, w0, w1, steps, w_step, out, ldo) -> rows done."""
+    """(n, x, ldx, w0, w1, steps, w_step, out, ldo, ahead, lines) -> rows done."""
     dot_rows_first: Kernel
-    """The same, prefetching the weights: for the first rows that meet a panel."""
+    """The same, prefetching the weights it reads and not ``ahead``: for the first rows that meet a panel."""
     qk_rows: Kernel
     """The same under attention's tile configuration."""
     weigh_rows: Kernel
@@ -102,18 +102,23 @@ def _dot_chain(tag: str, levels: list[Level]) -> Any:
     if len(levels) == 1:
 
         @compiled
-        def last(n: int, x: int, ldx: int, w0: int, w1: int, steps: int, w_step: int, out: int, ldo: int) -> int:
-            kernel(x, ldx, w0, w1, steps, w_step, out, ldo)
+        def last(
+            n: int, x: int, ldx: int, w0: int, w1: int, steps: int, w_step: int, out: int, ldo: int, ahead: int,
+            lines: int,
+        ) -> int:  # fmt: skip
+            kernel(x, ldx, w0, w1, steps, w_step, out, ldo, ahead, lines)
             return rows_done
 
         return last
     follow = _dot_chain(tag, levels[1:])
 
     @compiled
-    def level(n: int, x: int, ldx: int, w0: int, w1: int, steps: int, w_step: int, out: int, ldo: int) -> Any:
+    def level(
+        n: int, x: int, ldx: int, w0: int, w1: int, steps: int, w_step: int, out: int, ldo: int, ahead: int, lines: int
+    ) -> Any:
         if n < threshold:
-            return follow(n, x, ldx, w0, w1, steps, w_step, out, ldo)
-        kernel(x, ldx, w0, w1, steps, w_step, out, ldo)
+            return follow(n, x, ldx, w0, w1, steps, w_step, out, ldo, ahead, lines)
+        kernel(x, ldx, w0, w1, steps, w_step, out, ldo, ahead, lines)
         return rows_done
 
     return level

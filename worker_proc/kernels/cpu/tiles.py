@@ -20,8 +20,9 @@ elements of 32 inputs apart, then adds both to the accumulator. Each is the same
 tile height, but they differ from each other, so one process uses one dialect for all its products.
 
 The tile kernels as Numba sees them
-    dot(x, ldx, w0, w1, steps, w_step, out, ldo)
+    dot(x, ldx, w0, w1, steps, w_step, out, ldo, ahead, lines)
         out[M, 32] = x[M, 32 * steps] @ [w0 | w1]; step s of a column block lies at ``w + s * w_step``.
+        Meanwhile, in each step, ``lines`` cache lines from ``ahead`` on are asked for, into L2.
     weigh(p, ldp, blocks, num_blocks, offset, out, ldo)
         out[M, 32] = p[M, 16 * num_blocks] @ V; ``blocks`` is the address of int64 addresses of V blocks,
         the two column blocks of 16 tokens are at ``offset`` and ``offset + 512`` in each.
@@ -50,7 +51,7 @@ V_COLUMN_BYTES = PAIR_BYTES * V_BLOCK_PAIRS
 PREFETCH_BYTES = 2048
 """How far weights are prefetched: one step of both column blocks; measured best of 0..32 KiB."""
 
-_ints = (types.int64,) * 8
+_ints = (types.int64,) * 10
 
 
 # ------------------------------------------------------------------------------- vdpbf16ps and fma
@@ -83,18 +84,29 @@ def _row_starts(e: VectorEmitter, x: Any, ldx: Any, rows: int) -> list[Any]:
     return [e.at(x, ldx, m) if m else x for m in range(rows)]
 
 
+def _look_ahead(e: VectorEmitter, ahead: Any, lines: Any, step: Any) -> None:
+    """Ask for the ``lines`` cache lines of this step's share of what comes next."""
+    at = e.b.add(ahead, e.b.mul(step, e.b.mul(lines, e.i64(64))))
+    with cgutils.for_range(e.b, lines, intp=I64) as loop:
+        e.prefetch(e.at(at, loop.index, 64), locality=2)
+
+
 def make_vector_dot(isa: Isa, rows: int, prefetch: bool) -> Any:
     """``dot`` for a fixed number of rows, on vector registers."""
 
     @intrinsic
-    def dot(tc: Any, x: Any, ldx: Any, w0: Any, w1: Any, steps: Any, w_step: Any, out: Any, ldo: Any) -> Any:
+    def dot(
+        tc: Any, x: Any, ldx: Any, w0: Any, w1: Any, steps: Any, w_step: Any, out: Any, ldo: Any, ahead: Any, lines: Any
+    ) -> Any:  # fmt: skip
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-            x, ldx, w0, w1, steps, w_step, out, ldo = args
+            x, ldx, w0, w1, steps, w_step, out, ldo, ahead, lines = args
             e = VectorEmitter(b, isa)
             accs = _accumulators(e, rows)
             starts = _row_starts(e, x, ldx, rows)
             with cgutils.for_range(b, steps, intp=I64) as outer:
                 bases = [b.add(w, b.mul(outer.index, w_step)) for w in (w0, w1)]
+                if not prefetch:
+                    _look_ahead(e, ahead, lines, outer.index)
                 with cgutils.for_range(b, e.i64(STEP_PAIRS), intp=I64) as inner:
                     pair = b.add(b.mul(outer.index, e.i64(STEP_PAIRS)), inner.index)
                     here = [e.at(base, inner.index, PAIR_BYTES) for base in bases]
@@ -204,9 +216,11 @@ def make_amx_dot(isa: Isa, rows: int, prefetch: bool, attention: bool = False) -
     row_tiles = rows // 16
 
     @intrinsic
-    def dot(tc: Any, x: Any, ldx: Any, w0: Any, w1: Any, steps: Any, w_step: Any, out: Any, ldo: Any) -> Any:
+    def dot(
+        tc: Any, x: Any, ldx: Any, w0: Any, w1: Any, steps: Any, w_step: Any, out: Any, ldo: Any, ahead: Any, lines: Any
+    ) -> Any:  # fmt: skip
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-            x, ldx, w0, w1, steps, w_step, out, ldo = args
+            x, ldx, w0, w1, steps, w_step, out, ldo, ahead, lines = args
             e = VectorEmitter(b, isa)
             amx = _Amx(e, *((QK_A, QK_B) if attention else (GEMM_A, GEMM_B)))
             for acc in ACC[: 2 * row_tiles]:
@@ -217,6 +231,8 @@ def make_amx_dot(isa: Isa, rows: int, prefetch: bool, attention: bool = False) -
                     for address in here:
                         for line in range(STEP_PAIRS):
                             e.prefetch(e.at(address, PREFETCH_BYTES + line * 64))
+                elif not attention:
+                    _look_ahead(e, ahead, lines, loop.index)
                 amx.multiply(row_tiles, e.at(x, loop.index, 64), ldx, here)
             amx.spill(row_tiles, out, ldo)
             return ctx.get_dummy_value()

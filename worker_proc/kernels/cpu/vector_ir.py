@@ -19,6 +19,14 @@ from numba.core import cgutils
 from worker_proc.kernels.cpu.isa import Isa
 
 LANES = 16
+_POWER_OF_FRACTION = (
+    0.001865033758804202, 0.009022697806358337, 0.05579448491334915, 0.24016660451889038, 0.69315105676651, 1.0,
+)  # fmt: skip
+"""2**f for 0 <= f < 1, highest power first: the smallest relative error with 1 as its last term."""
+_POWER_OF_REST = (
+    1.326472614891827e-3, 9.671512991189957e-3, 5.550733581185341e-2, 0.24022242426872253, 0.6931470036506653, 1.0,
+)  # fmt: skip
+"""2**f for -0.5 <= f <= 0.5."""
 
 
 class BFloat(ir.Type):  # type: ignore[misc]
@@ -124,27 +132,55 @@ class VectorEmitter:
         return self.b.select(self.b.fcmp_ordered("<", x, y), x, y)
 
     def exp2(self, x: Any) -> Any:
-        """2**x for x <= 126; relative error below 3e-7, exp2(0) exactly 1; below -126 it is 2**-126.
+        """2**x for x <= 126; relative error below 3e-7, exp2(0) exactly 1; far below -126 it is 0 or 2**-126.
 
-        x = n + f with n the nearest integer, found by adding 1.5 * 2**23, whose last bits then are n.
-        2**f (-0.5 <= f <= 0.5) is a polynomial, and n is added to its exponent bits. The constant term is
-        exactly 1: were it 0.99999994, a running sum would be rescaled by a factor other than 1
-        whenever a row meets keys it cannot see, and the row's bits would depend on how it was batched.
+        x = n + f with n an integer; 2**f is a polynomial, and n goes to its exponent. The constant term is
+        exactly 1: were it 0.99999994, a running sum would be rescaled by a factor other than 1 whenever a row
+        meets keys it cannot see, and the row's bits would depend on how it was batched.
+
+        AVX-512 takes the fraction (0 <= f < 1) and scales by 2**floor(x) in one instruction each. Elsewhere n is
+        the nearest integer, found by adding 1.5 * 2**23, whose last bits then are n.
         """
+        if self.isa.splits_powers:
+            f = self._fraction(x)
+            p = self._polynomial(f, _POWER_OF_FRACTION)
+            return self._masked("scalef", p, x, self.zero())
         magic = self.vec(12582912.0)
         shifted = self.b.fadd(self.maximum(x, self.vec(-126.0)), magic)
         part = self.b.fsub(self.maximum(x, self.vec(-126.0)), self.b.fsub(shifted, magic))
-        p = self.vec(1.326472614891827e-3)
-        for c in (9.671512991189957e-3, 5.550733581185341e-2, 0.24022242426872253, 0.6931470036506653, 1.0):
-            p = self.fma(p, part, self.vec(c))
+        p = self._polynomial(part, _POWER_OF_REST)
         exponent = self.b.shl(self.b.bitcast(shifted, V16I), self.ivec(23))
         return self.b.bitcast(self.b.add(self.b.bitcast(p, V16I), exponent), V16F)
 
+    def _polynomial(self, x: Any, coefficients: tuple[float, ...]) -> Any:
+        value = self.vec(coefficients[0])
+        for c in coefficients[1:]:
+            value = self.fma(value, x, self.vec(c))
+        return value
+
+    def _masked(self, name: str, x: Any, y: Any, otherwise: Any) -> Any:
+        """An AVX-512 instruction of two vectors, in all lanes, rounding as usual."""
+        everywhere, usual = ir.Constant(I16, -1), ir.Constant(I32, 4)
+        return self.call(f"llvm.x86.avx512.mask.{name}.ps.512", V16F, x, y, otherwise, everywhere, usual)
+
+    def _fraction(self, x: Any) -> Any:
+        """x - floor(x)."""
+        everywhere, usual, floor = ir.Constant(I16, -1), ir.Constant(I32, 4), ir.Constant(I32, 9)
+        return self.call("llvm.x86.avx512.mask.reduce.ps.512", V16F, x, floor, self.zero(), everywhere, usual)
+
     def sigmoid(self, x: Any) -> Any:
-        """1 / (1 + e**-x)."""
-        scaled = self.b.fmul(x, self.vec(-1.4426950408889634))
-        power = self.exp2(self.minimum(scaled, self.vec(126.0)))
-        return self.b.fdiv(self.vec(1.0), self.b.fadd(power, self.vec(1.0)))
+        """1 / (1 + e**-x); relative error below 1e-6 + |x| * 1e-7."""
+        scaled = self.minimum(self.b.fmul(x, self.vec(-1.4426950408889634)), self.vec(120.0))
+        return self._reciprocal(self.b.fadd(self.exp2(scaled), self.vec(1.0)))
+
+    def _reciprocal(self, x: Any) -> Any:
+        """1 / x for positive, finite x. A division keeps its unit busy for 16 cycles; a guess of 14 bits and a
+        step of Newton's method take four."""
+        if not self.isa.splits_powers:
+            return self.b.fdiv(self.vec(1.0), x)
+        guess = self.call("llvm.x86.avx512.rcp14.ps.512", V16F, x, self.zero(), ir.Constant(I16, -1))
+        rest = self.fma(self.b.fneg(x), guess, self.vec(1.0))
+        return self.fma(guess, rest, guess)
 
     def to_bf16(self, x: Any) -> Any:
         """Round to nearest even bf16; 16 lanes of int16 bits."""
