@@ -14,6 +14,7 @@ scheduler           tokenizers, gateways,  4,096    tokenizer: stops reading its
                                                     keeps the stop hit and retries
 scheduler-work      workers                64       the worker waits (at most two steps are in flight)
 worker-0            scheduler              16       no further step is sent
+rank-<r>            worker-0               16       rank 0 waits (it is at most a step ahead)
 detokenizer         scheduler              256      cursors stay; the next TokenBatch carries more
 gateway-<id>        tokenizers,            1,024    cursors stay; full for ``GATEWAY_STUCK_S``: the
                     detokenizer, scheduler          gateway is declared gone
@@ -72,6 +73,7 @@ BOUNDS = {
     "scheduler": 4096,
     "scheduler-work": 64,
     "worker": 16,
+    "rank": 16,
     "detokenizer": 256,
     "gateway": 1024,
     "supervisor": 1024,
@@ -84,6 +86,7 @@ INBOX_TYPES: dict[str, Any] = {
     "scheduler": messages.ToScheduler,
     "scheduler-work": messages.ToScheduler,
     "worker": messages.ToWorker,
+    "rank": messages.ToRank,
     "detokenizer": messages.ToDetokenizer,
     "gateway": messages.ToGateway,
     "supervisor": messages.ToSupervisor,

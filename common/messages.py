@@ -352,6 +352,33 @@ class WorkerControl(Message, frozen=True, kw_only=True):
     directory: str = ""
 
 
+# --------------------------------------------------------------------------- rank 0 -> the other ranks
+
+
+class RankStep(Message, frozen=True, kw_only=True):
+    """worker-0 -> the other workers, with ``--tp-size``: what rank 0 computes now, and the others with it.
+
+    Rank 0 alone has the requests and talks to the scheduler; the others have weights and pages. Columns
+    as in the worker's ``PackedBatch``; without ``ids`` there are copies only.
+    """
+
+    generation: int
+    number: int
+    """1, 2, ... in each generation; nothing may be missing."""
+    copies: bytes = b""
+    """int32 [C, 2]: (source page, destination page)."""
+    ids: bytes = b""
+    """int32 [T], as all that follow."""
+    positions: bytes = b""
+    query_start: bytes = b""
+    context_lens: bytes = b""
+    page_table: bytes = b""
+    """[S, P], by rows."""
+    logit_rows: bytes = b""
+    last: bool = False
+    """Nothing is computed, now or later: rank 0 ends."""
+
+
 # --------------------------------------------------------------------------- worker -> scheduler
 
 
@@ -361,6 +388,7 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     epoch: int
     generation: int
     rank: int
+    """0: it answers for the whole group."""
     num_pages: int
     page_size: int
     context_len: int
@@ -696,6 +724,7 @@ ToScheduler = (
 ToRemoteTokenizer = Generate | Abort | TokenizeText | DetokenizeIds
 ToRemoteScheduler = GatewayLease | Control
 ToWorker = ForwardBatch | Reset | WorkerControl
+ToRank = RankStep
 ToDetokenizer = TokenBatch | GatewayAddress
 ToGateway = Rejected | TextReply | TokenizerReady | TextBatch | EngineStatus | ControlReply
 ToSupervisor = Heartbeat

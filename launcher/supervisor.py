@@ -152,12 +152,19 @@ class Supervisor:
         child.start_at = now + delay
 
     def _fell_ranks_with(self, dead: Child) -> None:
-        """The ranks of a tensor-parallel worker live and die together: a group cannot be joined again."""
-        if dead.spec.role == "worker" and not dead.felled:
-            for child in self._children:
-                if child.spec.role == "worker" and child is not dead and child.running:
+        """The ranks of a tensor-parallel worker live and die together: a group cannot be joined again.
+
+        A group's ranks find each other by its generation, so one that was not even started yet keeps up.
+        """
+        if dead.spec.role != "worker" or dead.felled:
+            return
+        for child in self._children:
+            if child.spec.role == "worker" and child is not dead:
+                if child.running:
                     child.felled = True
                     child.kill_group()
+                else:
+                    child.generation = dead.generation
 
     def _reason(self, child: Child, default: str) -> str:
         try:

@@ -54,11 +54,11 @@ class Outbox:
 class Mail:
     """The scheduler's channels: two inboxes, and an outbox for each process it writes to."""
 
-    def __init__(self, channels: Channels, num_workers: int, num_tokenizers: int) -> None:
+    def __init__(self, channels: Channels, num_tokenizers: int) -> None:
         self._channels = channels
         self._encoder = msgspec.msgpack.Encoder()
         self.inboxes: list[Receiver[Any]] = [channels.receiver("scheduler"), channels.receiver("scheduler-work")]
-        self.workers = [Outbox(channels.sender(f"worker-{rank}")) for rank in range(num_workers)]
+        self.worker = Outbox(channels.sender("worker-0"))
         self.tokenizers = [Outbox(channels.sender(f"tokenizer-{i}")) for i in range(num_tokenizers)]
         self.detokenizer = Outbox(channels.sender("detokenizer"))
         self.gateways: dict[str, Outbox] = {}
@@ -84,7 +84,7 @@ class Mail:
     def send(self, out: StepOutput) -> None:
         """Send what a step wants sent, after what is still unsent."""
         for order in out.to_worker:
-            self._to_all(self.workers, order)
+            self.worker.put(self._encoder.encode(order))
         for address in out.addresses:
             self._to_all([*self.tokenizers, self.detokenizer], address)
         last_word = {address.gateway: address.gone for address in out.addresses}
@@ -112,7 +112,7 @@ class Mail:
             outbox.put(frame)
 
     def _all(self) -> list[Outbox]:
-        return [*self.workers, *self.tokenizers, self.detokenizer, *self.gateways.values()]
+        return [self.worker, *self.tokenizers, self.detokenizer, *self.gateways.values()]
 
     @property
     def unsent(self) -> bool:
@@ -128,7 +128,7 @@ def main(context: ProcessContext) -> None:
     """Receive, step, send, sleep; until told to stop."""
     config = context.config
     scheduler = Scheduler(config, context.generation)
-    mail = Mail(context.channels, config.worker.tp_size, config.http.tokenizers)
+    mail = Mail(context.channels, config.http.tokenizers)
     tune_gc()
     progress = 0
     last_check, checked_step = time.time(), 0
@@ -137,7 +137,7 @@ def main(context: ProcessContext) -> None:
     while not context.stopping:
         messages = mail.receive()
         now = max(now, time.time())  # a clock set back must not undo what has expired
-        worker_full, detokenizer_full = any(worker.full for worker in mail.workers), mail.detokenizer.full
+        worker_full, detokenizer_full = mail.worker.full, mail.detokenizer.full
         if recorder is not None:
             recorder.before()
         out = scheduler.step(

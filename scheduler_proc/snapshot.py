@@ -157,7 +157,6 @@ class Snapshot(msgspec.Struct):
     gateways: dict[str, Gateway]
     orphans: dict[str, list[tuple[str, int]]]
     last_turn: float
-    answers: dict[int, WorkerReady]
     next_reset: float
     orders: list[ToWorker]
     flushes: list[tuple[float, Control]]
@@ -207,7 +206,6 @@ def take(scheduler: Scheduler) -> bytes:
             gateways=scheduler.gateways.known,
             orphans=scheduler.gateways.orphans,
             last_turn=scheduler.gateways.last_turn,
-            answers=scheduler.workers.answers,
             next_reset=scheduler.workers.next_reset,
             orders=scheduler.controls.to_worker,
             flushes=scheduler.controls.flushes,
@@ -307,7 +305,6 @@ def _put_parts(scheduler: Scheduler, snap: Snapshot, reqs: list[Req]) -> None:
     scheduler.gateways.known.update(snap.gateways)
     scheduler.gateways.orphans.update(snap.orphans)
     scheduler.gateways.last_turn = snap.last_turn
-    scheduler.workers.answers.update(snap.answers)
     scheduler.workers.next_reset = snap.next_reset
     scheduler.controls.to_worker[:] = snap.orders
     scheduler.controls.flushes[:] = snap.flushes

@@ -12,7 +12,9 @@ RESET_REPEAT_S = 5.0
 
 
 class Workers:
-    """Holds the handshake: every rank answers the current Reset, then there is a pool.
+    """Holds the handshake: the worker answers the current Reset, then there is a pool.
+
+    With ``--tp-size`` this is its rank 0, which speaks for all: see ``worker_proc/parallel``.
 
     Epochs of different scheduler processes never meet: the generation is their upper part.
     """
@@ -21,7 +23,6 @@ class Workers:
         self.state = state
         self.life = life
         self.ingest = ingest
-        self.answers: dict[int, WorkerReady] = {}
         self.next_reset = 0.0
         if state.epoch == 0:
             state.epoch = (state.generation << 20) + 1
@@ -32,9 +33,7 @@ class Workers:
         if message.epoch == state.epoch:
             if state.pool is not None:
                 return  # a repeated Reset was answered twice
-            self.answers[message.rank] = message
-            if len(self.answers) == state.config.worker.tp_size:
-                self._start(min(self.answers.values(), key=lambda ready: ready.num_pages))
+            self._start(message)
         elif message.epoch == 0:
             self.lost(f"worker-{message.rank} has started (generation {message.generation})")
 
@@ -42,7 +41,6 @@ class Workers:
         state = self.state
         state.worker_generation = ready.generation
         state.pool = Pool(ready, state.config)
-        self.answers.clear()
         pages = f"{ready.num_pages} pages of {ready.page_size} tokens"
         state.log.append(("info", f"worker ready: {pages}, {state.pool.max_tokens} in all"))
         self.ingest.waiting_misfits()
@@ -56,7 +54,6 @@ class Workers:
             state.log.append(("warning", f"{why}: {num} requests that ran wait again"))
             self.life.requeue_all()
         state.epoch += 1
-        self.answers.clear()
         self.next_reset = 0.0
 
     def resets(self, now: float) -> list[ToWorker]:

@@ -24,6 +24,8 @@ from worker_proc.generic.refusals import check_supported
 from worker_proc.generic.runner import GenericRunner
 from worker_proc.generic.selfcheck import compare, reference_logits
 from worker_proc.memory import PoolRequest, WorkerState, choose_num_pages, free_host_bytes
+from worker_proc.parallel.group import Membership, RankGroup
+from worker_proc.parallel.weights import load_shard
 from worker_proc.runner import ModelRunner
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ class LoadedWorker:
     num_pages: int
     context_length: int
     device: torch.device
+    group: RankGroup | None = None
+    """The other ranks, with --tp-size above 1."""
 
 
 def load_worker(
@@ -48,18 +52,16 @@ def load_worker(
     state: WorkerState | None,
     progress: Callable[[str], None] = log.info,
     step: StepFunction | None = None,
+    member: Membership | None = None,
 ) -> LoadedWorker:
     """Load the model and choose its path. ``state``: the first incarnation's choices, to be repeated.
 
     ``progress`` is told what takes long. ``step``: the fast CPU path's compiled function, when it was
-    begun before torch was imported. Raises ``ConfigError`` for anything the user has to change.
+    begun before torch was imported. ``member``: this process is one rank of several, all of which load at
+    the same time. Raises ``ConfigError`` for anything the user has to change.
     """
-    if config.worker.tp_size != 1:
-        raise ConfigError(
-            f"--tp-size {config.worker.tp_size}: tensor parallelism is not supported yet; use --tp-size 1"
-        )
     hf_logging.disable_progress_bar()
-    device = choose_device(config.worker.device)
+    device = choose_device(config.worker.device, member)
     torch.set_num_threads(threads)
     dtype = choose_dtype(state.dtype if state else config.model.dtype, device)
     hf_config = AutoConfig.from_pretrained(config.model_dir, trust_remote_code=config.model.trust_remote_code)
@@ -74,11 +76,14 @@ def load_worker(
             "--trust-remote-code lets code that comes with a model run"
         )
     context_length = choose_context_length(config.model.context_length, hf_config)
-    model = load_model(config, hf_config, dtype, device)
+    wanted = config.worker.worker_path if state is None else _path_of(state.path)
+    if member is not None:
+        wanted = path_of_ranks(wanted, member.size)
+    group = None if member is None else RankGroup(member, device)
+    model = load_model(config, hf_config, dtype, device, group, progress)
     reference = reference_logits(model)
     embeddings = model.get_input_embeddings().num_embeddings
     page_size = state.page_size if state else config.cache.page_size
-    wanted = config.worker.worker_path if state is None else _path_of(state.path)
     if wanted == "cpu-fast" or (wanted == "auto" and device.type == "cpu" and dtype == torch.bfloat16):
         fast = try_cpu_fast(model, page_size, threads, progress, step)
         if not isinstance(fast, str):
@@ -93,11 +98,11 @@ def load_worker(
             raise ConfigError(f"--worker-path cpu-fast cannot run this model: {fast}; --worker-path generic can")
         log.warning("the fast CPU path is not used: %s; falling back to the generic path", fast)
     num_packed = pack_linears(model)
-    runner, words = build_generic(model, reference, config, context_length, state)
+    runner, words = build_generic(model, reference, config, context_length, state, group)
     if runner is None and num_packed:
         log.warning("packed linear layers do not fit this model (%s); loading it again without", words)
-        model = load_model(config, hf_config, dtype, device)
-        runner, words = build_generic(model, reference, config, context_length, state)
+        model = load_model(config, hf_config, dtype, device, group, progress)
+        runner, words = build_generic(model, reference, config, context_length, state, group)
     if runner is None:
         raise ConfigError(f"{type(model).__name__} is not supported: {words}")
     return runner
@@ -109,14 +114,16 @@ def build_generic(
     config: ServerConfig,
     context_length: int,
     state: WorkerState | None,
+    group: RankGroup | None = None,
 ) -> tuple[LoadedWorker | None, str]:
     """The generic path for a model, allocated and checked; or None and why its logits are not the model's."""
     runner = GenericRunner(model, state.page_size if state else config.cache.page_size, context_length)
-    num_pages = allocate(runner, config, context_length, runner.device, state)
+    num_pages = allocate(runner, config, context_length, runner.device, state, group)
     result = compare(runner, reference, model.get_input_embeddings().num_embeddings)
     log.info("start-up check of %s: error %.5f, tolerance %.4f", runner.name, result.error, result.tolerance)
-    if result.ok:
-        return LoadedWorker(runner, num_pages, context_length, runner.device), ""
+    ok = result.ok if group is None else bool(group.least(int(result.ok)))  # every rank goes the same way
+    if ok:
+        return LoadedWorker(runner, num_pages, context_length, runner.device, group), ""
     runner.close()
     return None, (
         f"its logits over pages differ from transformers' own by {result.error:.3f} (tolerance "
@@ -143,12 +150,24 @@ def try_cpu_fast(
     return runner
 
 
-def choose_device(wanted: str) -> torch.device:
-    """--device: ``auto`` is the first CUDA device if there is one."""
+def path_of_ranks(wanted: str, num_ranks: int) -> str:
+    """The path that several ranks take instead of ``wanted``: always the generic one, said in the log."""
+    if wanted == "cpu-fast":
+        raise ConfigError(f"--worker-path cpu-fast computes on one rank; --tp-size {num_ranks} needs generic")
+    if wanted == "auto":
+        log.info("--tp-size %d: the generic path, split over the ranks; cpu-fast computes on one rank only", num_ranks)
+    return "generic"
+
+
+def choose_device(wanted: str, member: Membership | None = None) -> torch.device:
+    """--device: ``auto`` is the first CUDA device if there is one, or the rank's own."""
     if wanted == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
-        return torch.device("cuda", 0)
+        if member is not None and member.size > torch.cuda.device_count():
+            have = torch.cuda.device_count()
+            raise ConfigError(f"--tp-size {member.size}: torch sees {have} CUDA devices, and each rank needs its own")
+        return torch.device("cuda", 0 if member is None else member.rank)
     if wanted == "cuda":
         raise ConfigError("--device cuda: torch sees no CUDA device (a CPU build of torch, or no driver)")
     return torch.device("cpu")
@@ -185,9 +204,21 @@ def choose_context_length(wanted: int, hf_config: Any) -> int:
     return wanted or limit
 
 
-def load_model(config: ServerConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The transformers model in eval mode on the device; random weights with --load-format dummy."""
-    if config.model.load_format == "dummy":
+def load_model(
+    config: ServerConfig,
+    hf_config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: RankGroup | None,
+    progress: Callable[[str], None],
+) -> Any:
+    """The transformers model in eval mode on the device, or this rank's part of it.
+
+    Random weights with --load-format dummy.
+    """
+    if group is not None:
+        model = load_shard(config, hf_config, dtype, device, group, progress)
+    elif config.model.load_format == "dummy":
         torch.manual_seed(config.model.random_seed)
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, trust_remote_code=config.model.trust_remote_code
@@ -203,13 +234,21 @@ def load_model(config: ServerConfig, hf_config: Any, dtype: torch.dtype, device:
 
 
 def allocate(
-    runner: ModelRunner, config: ServerConfig, context_length: int, device: torch.device, state: WorkerState | None
+    runner: ModelRunner,
+    config: ServerConfig,
+    context_length: int,
+    device: torch.device,
+    state: WorkerState | None,
+    group: RankGroup | None = None,
 ) -> int:
-    """Choose the number of pages and create the pool."""
+    """Choose the number of pages, on every rank the same, and create the pool."""
+    if group is not None:
+        group.wait_for_all()  # the weights of all are loaded, the pool of none exists: now the free memory is measured
     if state is not None and state.page_size == runner.page_size:
         num_pages = state.num_pages
     else:
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+        sharers = 1 if group is None else group.size
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes() // sharers
         num_pages = choose_num_pages(
             PoolRequest(
                 page_size=runner.page_size,
@@ -221,5 +260,7 @@ def allocate(
                 useful_tokens=config.scheduler.max_running_requests * context_length,
             )
         )
+    if group is not None:
+        num_pages = group.least(num_pages)
     runner.allocate(num_pages)
     return num_pages

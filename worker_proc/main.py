@@ -8,7 +8,9 @@ import logging
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from common.channels import Receiver
 from common.messages import WorkerReady
 from common.process import ProcessContext
 from worker_proc.grammar_protocol import GrammarBackend
@@ -16,6 +18,11 @@ from worker_proc.loop import HeartbeatThread, Pulse, WorkerLoop
 from worker_proc.memory import WorkerState, load_state, save_state
 from worker_proc.sampling.request import Sampler
 from worker_proc.threads import num_threads, set_thread_environment
+
+if TYPE_CHECKING:  # torch comes with them, later
+    from worker_proc.loading import LoadedWorker
+    from worker_proc.parallel.group import Membership
+    from worker_proc.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +44,7 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
     """Build the worker and run its loop."""
     began = time.perf_counter()
     # Channels first: what the scheduler sends while the weights load waits in the inbox.
-    inbox = context.channels.receiver(context.name)
+    inbox = context.channels.receiver(f"rank-{context.index}" if context.index else context.name)
     outbox = context.channels.sender("scheduler-work")
     config, rank = context.config, context.index
     state = load_state(context.run_dir, rank)
@@ -50,12 +57,14 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
     from worker_proc.kernels.cpu.step_function import begin_early
 
     path, dtype = (state.path, state.dtype) if state else (config.worker.worker_path, config.model.dtype)
+    if config.worker.tp_size > 1:
+        path = "generic"
     step = begin_early(path, config.worker.device, dtype, progress)
     from worker_proc.executor import StepExecutor
     from worker_proc.loading import load_worker
 
     imported = time.perf_counter()
-    loaded = load_worker(config, threads, state, progress, step)
+    loaded = load_worker(config, threads, state, progress, step, membership(context))
     runner = loaded.runner
     gc.collect()  # the transformers model, where a fast path has packed its weights
     if state is None:
@@ -63,7 +72,12 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
             path=runner.name, dtype=runner.dtype, num_pages=loaded.num_pages, page_size=runner.page_size
         )
         save_state(context.run_dir, rank, chosen)
+    if rank:
+        follow(context, loaded, inbox, pulse)
+        return
     sampler = make_sampler(loaded.device.type, threads, runner.vocab_size)
+    if loaded.group is not None:
+        runner = lead(context, loaded)
     executor = StepExecutor(runner, sampler, make_grammar_backend(context, runner.vocab_size))
     ready = WorkerReady(
         epoch=0,
@@ -82,7 +96,7 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
         kv_bytes_per_token=runner.kv_bytes_per_page() // runner.page_size,
         weight_bytes=runner.weight_bytes(),
     )
-    pulse.info = describe(ready, config.model_dir)
+    pulse.info = describe(ready, config.model_dir, config.worker.tp_size)
     log.info("imports took %.1f s, loading %.1f s", imported - began, time.perf_counter() - imported)
     log.info("ready: %s", ", ".join(f"{key} {value}" for key, value in pulse.info.items()))
     pulse.ready, pulse.detail, pulse.progress = True, "serving", 1
@@ -92,18 +106,51 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
         executor.close()
 
 
-def describe(ready: WorkerReady, model: str) -> dict[str, str]:
+def membership(context: ProcessContext) -> Membership | None:
+    """This process's place among the ranks; None with --tp-size 1."""
+    config = context.config
+    if config.worker.tp_size == 1:
+        return None
+    from worker_proc.parallel.group import Membership
+
+    patience = max(config.runtime.start_timeout_s, config.runtime.hang_timeout_s)
+    return Membership(context.index, config.worker.tp_size, context.generation, context.run_dir, patience)
+
+
+def lead(context: ProcessContext, loaded: LoadedWorker) -> ModelRunner:
+    """Rank 0's runner, once every rank is ready to follow."""
+    from worker_proc.parallel.leader import LeadingRunner
+
+    if loaded.group is not None:
+        loaded.group.wait_for_all()
+    others = [context.channels.sender(f"rank-{rank}") for rank in range(1, context.config.worker.tp_size)]
+    return LeadingRunner(loaded.runner, others, context.generation, lambda: context.stopping)
+
+
+def follow(context: ProcessContext, loaded: LoadedWorker, inbox: Receiver[Any], pulse: Pulse) -> None:
+    """Any other rank: compute with rank 0 until it ends."""
+    from worker_proc.parallel.follower import FollowerLoop
+
+    if loaded.group is not None:
+        loaded.group.wait_for_all()
+    log.info("rank %d of %d follows", context.index, context.config.worker.tp_size)
+    pulse.ready, pulse.detail, pulse.progress = True, "serving", 1
+    FollowerLoop(context, loaded.runner, inbox, pulse).run()
+
+
+def describe(ready: WorkerReady, model: str, num_ranks: int = 1) -> dict[str, str]:
     """The lines of the start-up table."""
     tokens = ready.num_pages * ready.page_size
+    each = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
     return {
         "model": model,
         "dtype": ready.dtype,
         "path": ready.model_path,
         "device": ready.device,
-        "threads": str(ready.threads),
-        "weights": f"{ready.weight_bytes / 2**20:.0f} MiB",
+        "threads": f"{ready.threads}{each}",
+        "weights": f"{ready.weight_bytes / 2**20:.0f} MiB{each}",
         "pages": f"{ready.num_pages} x {ready.page_size}",
-        "kv": f"{tokens} tokens, {tokens * ready.kv_bytes_per_token / 2**20:.0f} MiB",
+        "kv": f"{tokens} tokens, {tokens * ready.kv_bytes_per_token / 2**20:.0f} MiB{each}",
         "context": str(ready.context_len),
     }
 

@@ -51,6 +51,11 @@ SAMPLES: list[Any] = [
     ),
     m.Reset(epoch=3, scheduler_generation=1),
     m.WorkerControl(request_id="q", action="start_profile", directory="/d"),
+    m.RankStep(
+        generation=1, number=2, copies=m.pack_i32([1, 2]), ids=m.pack_i32([5]), positions=m.pack_i32([3]),
+        query_start=m.pack_i32([0, 1]), context_lens=m.pack_i32([4]), page_table=m.pack_i32([9]),
+        logit_rows=m.pack_i32([0]), last=True,
+    ),
     m.WorkerReady(
         epoch=1, generation=0, rank=0, num_pages=10, page_size=16, context_len=64, vocab_size=100, max_slots=8,
         model_path="generic-torch", batch_invariant=True, dtype="float32", device="cpu", threads=1,

@@ -66,6 +66,9 @@ def pack_linears(model: Any) -> int:
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
                 if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16:
-                    setattr(parent, name, PackedLinear(child))
+                    packed = PackedLinear(child)
+                    # What runs before and after a layer split over ranks (worker_proc/parallel) goes on doing so.
+                    packed._forward_pre_hooks, packed._forward_hooks = child._forward_pre_hooks, child._forward_hooks
+                    setattr(parent, name, packed)
                     count += 1
     return count

@@ -1,0 +1,1 @@
+"""Tensor parallelism: one model over several processes, each with its part of every large weight."""
