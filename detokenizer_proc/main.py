@@ -11,7 +11,7 @@ from common.channels import Receiver, inbox_address
 from common.config import ServerConfig
 from common.errors import ConfigError
 from common.messages import ToDetokenizer
-from common.process import ProcessContext
+from common.process import ProcessContext, calm_gc
 from common.trace import describe_text, traced
 from detokenizer_proc.decoding import Vocabulary
 from detokenizer_proc.outbox import Outbox
@@ -50,14 +50,13 @@ def main(context: ProcessContext) -> None:
         context.generation,
     )
     detokenizer = Detokenizer(vocabulary, outbox, context.channels.sender("scheduler"))
+    calm_gc()
     while not context.stopping:
         context.beat(ready=True, progress=detokenizer.num_handled)
-        messages = inbox.receive(_BATCH)
-        for message in messages:
+        for message in inbox.receive(_BATCH):
             detokenizer.handle(message)
         detokenizer.flush(time.monotonic())
-        if not messages:
-            inbox.wait(_FULL_WAIT_S if detokenizer.waiting else _IDLE_WAIT_S)
+        inbox.wait(_FULL_WAIT_S if detokenizer.waiting else _IDLE_WAIT_S)
     detokenizer.flush(time.monotonic())
 
 

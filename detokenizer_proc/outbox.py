@@ -34,8 +34,8 @@ class GatewayBox:
     def __init__(self, sender: SendsMessages, generation: int) -> None:
         self.sender = sender
         self._generation = generation
-        self.rows: dict[str, PendingRow] = {}
-        """By rid: a request's cursor."""
+        self.rows: dict[str, PendingRow | TextRow] = {}
+        """By rid: a request's cursor. A ``TextRow`` is one that was complete at once."""
         self._refused: dict[tuple[str, int], TextRow] = {}
         self._full_since: float | None = None
 
@@ -45,6 +45,13 @@ class GatewayBox:
             rid=row.rid, attempt=row.attempt, index=0, ids=b"", text_offset=0, text="", finish=row.finish
         )
 
+    def pending(self, rid: str) -> PendingRow | None:
+        """A request's row that waits, to be added to; None when none does."""
+        row = self.rows.get(rid)
+        if isinstance(row, TextRow):
+            row = self.rows[rid] = PendingRow.from_wire(row)
+        return row
+
     @property
     def waiting(self) -> bool:
         """Something is to be sent."""
@@ -52,9 +59,15 @@ class GatewayBox:
 
     def flush(self, now: float) -> bool:
         """Send what there is; False when the channel has been full for ``GATEWAY_STUCK_S``."""
-        while self.waiting:
+        while self.rows or self._refused:
             rids = list(self.rows)[:_MAX_ROWS]
-            batch = [row.to_wire() for rid in rids if not (row := self.rows[rid]).empty]
+            batch = []
+            for rid in rids:
+                row = self.rows[rid]
+                if isinstance(row, TextRow):
+                    batch.append(row)
+                elif not row.empty:
+                    batch.append(row.to_wire())
             batch.extend(self._refused.values())
             if batch and not self.sender.send(TextBatch(detokenizer_generation=self._generation, rows=batch)):
                 self._full_since = now if self._full_since is None else self._full_since
@@ -110,7 +123,7 @@ class Outbox:
 
     def flush(self, now: float) -> list[str]:
         """Send what there is to whoever takes it; returns the gateways that have been stuck for too long."""
-        return [name for name, box in self._boxes.items() if box.waiting and not box.flush(now)]
+        return [name for name, box in self._boxes.items() if not box.flush(now)]
 
     @property
     def waiting(self) -> bool:

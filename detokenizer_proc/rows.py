@@ -26,6 +26,22 @@ class PendingRow:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     finish: Finish | None = None
 
+    @classmethod
+    def from_wire(cls, row: TextRow) -> PendingRow:
+        """A row that was made ready to be sent and could not be: it goes on growing."""
+        return cls(
+            row.rid,
+            row.attempt,
+            row.index,
+            row.text_offset,
+            bytearray(row.ids),
+            [row.text] if row.text else [],
+            row.accepted,
+            list(row.logprobs),
+            list(row.prompt_logprobs),
+            row.finish,
+        )
+
     @property
     def empty(self) -> bool:
         """There is nothing in it worth a message."""

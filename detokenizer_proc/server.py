@@ -82,10 +82,15 @@ class Detokenizer:
         stream = self._streams.get(row.rid)
         if stream is None or row.attempt != stream.begin.attempt:
             return  # ended here already, or of an attempt that is over
-        rows = self._outbox.box(stream.begin.gateway).rows
-        out = rows.get(row.rid)
+        box = self._outbox.box(stream.begin.gateway)
+        if row.rid not in box.rows and stream.goes_plain(row):
+            ready = stream.advance_plain(row)
+            if ready is not None:
+                box.rows[row.rid] = ready
+            return
+        out = box.pending(row.rid)
         if out is None:
-            out = rows[row.rid] = stream.new_row()
+            out = box.rows[row.rid] = stream.new_row()
         hit = stream.advance(row, out)
         if hit is not None:
             self._reports.append(hit)

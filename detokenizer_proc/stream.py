@@ -14,6 +14,7 @@ from common.messages import (
     ErrorInfo,
     Finish,
     StopHit,
+    TextRow,
     TokenLogprob,
     TokenRow,
     TopLogprobs,
@@ -31,8 +32,8 @@ class Stream:
     """A live request of the detokenizer, from its ``BeginOutput`` to its ending."""
 
     __slots__ = (
-        "_decoder", "_entries", "_held", "_ids", "_known_len", "_matcher", "_needs", "_sent_ids", "_sent_len",
-        "_vocabulary", "begin", "ended", "num_ids",
+        "_decoder", "_entries", "_held", "_ids", "_is_plain", "_known_len", "_matcher", "_needs", "_sent_ids",
+        "_sent_len", "_vocabulary", "begin", "ended", "num_ids",
     )  # fmt: skip
 
     def __init__(self, begin: BeginOutput, vocabulary: Vocabulary) -> None:
@@ -56,10 +57,31 @@ class Stream:
         """... their log-probabilities where asked for, ..."""
         self._needs: list[int] = []
         """... and how much text must be sent before each is; fewer than ids while the decoder holds text."""
+        self._is_plain = not stops and begin.logprobs is None and not begin.prompt_ids
+        """Text and ids are all that is asked for, and nothing of the text is held back for a stop string."""
 
     def new_row(self) -> PendingRow:
         """An empty row that continues behind what was put into rows so far."""
         return PendingRow(self.begin.rid, self.begin.attempt, self._sent_ids, self._sent_len)
+
+    def goes_plain(self, row: TokenRow) -> bool:
+        """Whether ``advance_plain`` can take the row in: one new id, nothing held back, nothing else to say."""
+        return (
+            self._is_plain and len(row.ids) == 4 and row.index == self.num_ids and not self._ids and row.finish is None
+        )
+
+    def advance_plain(self, row: TokenRow) -> TextRow | None:
+        """``advance`` for nearly every row there is, in a tenth of the steps. None: there is nothing to send yet."""
+        (token_id,) = _ONE_ID.unpack(row.ids)
+        text = self._decoder.push(token_id)
+        index, offset = self._sent_ids, self._sent_len
+        self.num_ids += 1
+        self._known_len = self._sent_len = offset + len(text)
+        if self._decoder.holding:  # the text may be that of ids before; this one is to wait
+            self._ids.append(token_id)
+            return TextRow(row.rid, row.attempt, index, b"", offset, text, completion_tokens=index) if text else None
+        self._sent_ids = index + 1
+        return TextRow(row.rid, row.attempt, index, row.ids, offset, text, completion_tokens=index + 1)
 
     def advance(self, row: TokenRow, out: PendingRow) -> StopHit | None:
         """Take in new ids and put what may be sent into ``out``; sets ``ended`` with the ending.
