@@ -124,6 +124,8 @@ class Child:
     def _forget(self) -> None:
         self.started_at = 0.0
         self.ready = False
+        self.has_served = False
+        """Was ready before: it may wait for another process now, but it does not load any more."""
         self.last_beat = 0.0
         self.progress = -1
         self.progress_at = 0.0
@@ -175,6 +177,7 @@ class Child:
         if beat.progress != self.progress or not self.busy:
             self.progress, self.progress_at = beat.progress, now
         self.ready = beat.ready
+        self.has_served = self.has_served or beat.ready
         self.detail = beat.detail
         if beat.info:
             self.info = beat.info

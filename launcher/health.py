@@ -8,6 +8,9 @@ A process that serves sends heartbeats from its loop. It is hung when
 - or it has been silent for ``SILENCE_S`` without using the CPU, or stopped (SIGSTOP). A long step
   is silent too, but it computes, so it is given the full time.
 
+A process that has not served yet loads: an import of megabytes of libraries from a slow disk holds every thread of
+it for as long as it takes. It has ``start_timeout_s``, unless it is stopped.
+
 A process held by a debugger is left alone, and nothing is held against anyone for a time in
 which the supervisor itself did not run (the caller shifts the clocks: ``Child.excuse``).
 """
@@ -60,14 +63,15 @@ def why_hung(
     """
     if not child.running or cpu.state == "t":
         return ""
-    if child.progress < 0 or not child.ready:
+    silent = now - child.last_beat
+    if not child.has_served:
+        if cpu.state == "T" and silent > hang_timeout_s:
+            return f"stopped and silent for {silent:.1f} s"
         waited = now - child.started_at
         if waited > start_timeout_s:
             return f"not ready {waited:.0f} s after its start (--start-timeout-s {start_timeout_s:g})"
-        if child.progress < 0:
-            return ""
-    silent = now - child.last_beat
-    if child.ready and silent > min(SILENCE_S, hang_timeout_s):
+        return ""
+    if silent > min(SILENCE_S, hang_timeout_s):
         if cpu.state == "T":
             return f"stopped and silent for {silent:.1f} s"
         if cpu.state == "S" and cpu.cpu_s - child.cpu_at_beat < IDLE_CPU_SHARE * silent:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from typing import Any, cast
 
+import msgspec
+
 from common.config import ServerConfig
 from common.flags import build
 from common.messages import Heartbeat
@@ -84,6 +86,22 @@ def test_a_process_may_take_its_time_to_start_but_not_for_ever() -> None:
     child = child_at(0.0)
     assert judge(child, 599.0) == ""
     assert "not ready 601 s" in judge(child, 601.0)
+
+
+def test_a_process_that_loads_may_be_silent_but_not_stopped() -> None:
+    child = child_at(0.0)
+    child.on_beat(msgspec.structs.replace(beat(1), ready=False), 1.0, cpu_s=1.0)
+    for state, cpu_s in (("R", 400.0), ("D", 1.0), ("S", 1.0)):
+        assert judge(child, 500.0, state, cpu_s=cpu_s) == ""
+    assert "stopped and silent for 122.0 s" in judge(child, 123.0, "T", cpu_s=1.0)
+
+
+def test_a_scheduler_whose_worker_is_away_is_not_a_late_start() -> None:
+    child = child_at(0.0)
+    child.on_beat(beat(5), 1.0, 0.0)
+    child.on_beat(msgspec.structs.replace(beat(6), ready=False), 3600.0, 0.0)
+    assert judge(child, 3601.0) == ""
+    assert "no CPU used" in judge(child, 3600.0 + SILENCE_S + 1)
 
 
 def test_a_silent_process_that_computes_is_not_hung_until_the_full_time() -> None:
