@@ -30,12 +30,20 @@ from worker_proc.runner import PackedBatch
 
 
 @given(st.integers(1, 300_000), st.integers(1, 64))
-def test_balanced_spans_join_and_differ_by_one_at_most(size: int, num_ranks: int) -> None:
+def test_balanced_spans_join_and_differ_by_a_unit_at_most(size: int, num_ranks: int) -> None:
     spans = [balanced(size, num_ranks, rank) for rank in range(num_ranks)]
     assert spans[0][0] == 0 and spans[-1][1] == size
     assert all(before[1] == after[0] for before, after in pairwise(spans))
     sizes = [stop - start for start, stop in spans]
-    assert max(sizes) - min(sizes) <= 1
+    differences = {size - min(sizes) for size in sizes}
+    assert len(differences) <= 2 and max(differences) in (0, 1, 2, 4, 8, 16, 32, 64)
+
+
+def test_spans_are_as_aligned_as_the_size_allows() -> None:
+    assert [balanced(14336, 3, rank) for rank in range(3)] == [(0, 4736), (4736, 9536), (9536, 14336)]
+    assert [balanced(100, 2, rank) for rank in range(2)] == [(0, 48), (48, 100)]
+    assert [balanced(64, 4, rank) for rank in range(4)] == [(0, 16), (16, 32), (32, 48), (48, 64)]
+    assert [balanced(257, 2, rank) for rank in range(2)] == [(0, 128), (128, 257)]
 
 
 @given(st.integers(1, 16), st.integers(1, 16), st.integers(1, 32))

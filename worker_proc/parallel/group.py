@@ -60,11 +60,11 @@ class RankGroup:
 
     def gather_columns(self, part: Tensor, size: int) -> Tensor:
         """Join the ranks' balanced parts of the last dimension: [..., part of size] -> [..., size]."""
-        widest = -(-size // self.size)
+        widths = [stop - start for start, stop in (self.span(size, rank) for rank in range(self.size))]
+        widest = max(widths)
         padded = part if part.shape[-1] == widest else torch.nn.functional.pad(part, (0, widest - part.shape[-1]))
         parts = list(padded.new_empty((self.size, *padded.shape)).unbind(0))
         dist.all_gather(parts, padded.contiguous())
-        widths = [stop - start for start, stop in (self.span(size, rank) for rank in range(self.size))]
         return torch.cat([whole[..., :width] for whole, width in zip(parts, widths, strict=True)], dim=-1)
 
     def span(self, size: int, rank: int | None = None) -> Span:

@@ -10,9 +10,20 @@ Span = tuple[int, int]
 """[start, stop)."""
 
 
+WIDEST_UNIT = 64
+
+
 def balanced(size: int, num_ranks: int, rank: int) -> Span:
-    """The rank's span of ``size`` things; sizes of two ranks differ by one at most, and together they are all."""
-    return size * rank // num_ranks, size * (rank + 1) // num_ranks
+    """The rank's span of ``size`` things; sizes of two ranks differ by one unit at most, and together they are all.
+
+    The unit is the largest power of two up to ``WIDEST_UNIT`` that divides ``size`` and is not too large for
+    every rank to get one: matrix products are fast, some possible at all, only at aligned widths.
+    """
+    unit = WIDEST_UNIT
+    while unit > 1 and (size % unit or size < unit * num_ranks):
+        unit //= 2
+    count = size // unit
+    return count * rank // num_ranks * unit, count * (rank + 1) // num_ranks * unit
 
 
 @dataclass(frozen=True, slots=True)
