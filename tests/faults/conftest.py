@@ -66,8 +66,8 @@ def reference(fleet: Callable[[str], Server], expected: dict[str, Reply]) -> Cal
 
 
 @pytest.fixture(scope="session")
-def pauses() -> Iterator[dict[tuple[str, str], dict[str, float]]]:
-    """(role, fault) -> phase -> seconds; printed at the end, and written into the docs where the matrix was whole."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
+def measured() -> Iterator[dict[tuple[str, str], table.Row]]:
+    """(role, fault) -> what was measured; printed at the end, and written into the docs where the matrix was whole."""
+    found: dict[tuple[str, str], table.Row] = {}
     yield found
     table.report(found, write=WHOLE)

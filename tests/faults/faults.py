@@ -17,7 +17,8 @@ from tests.integration.server import Server, eventually
 
 BACK_S = 120.0
 IDLE_S = 60.0
-NUM_PRESSED = 6
+NUM_PRESSED = 8
+_WORDS = "Grüße aus Köln. "
 PACKAGES = {
     "gateway": "gateway",
     "tokenizer": "tokenizer_proc",
@@ -35,6 +36,8 @@ class Fault:
         self.role = role
         self.name = f"{role}-0"
         self.pid = 0
+        self.note = ""
+        """For the table."""
 
     def strike(self) -> None:
         """Do it. Returns at once."""
@@ -65,7 +68,7 @@ class Stop(Fault):
 
 
 class NoMemory(Fault):
-    """The address space may not grow any more: the next allocation that needs a page of the kernel's fails.
+    """Neither address space nor data may grow: the next allocation that needs a page of the kernel's fails.
 
     A process that lives on what it has is not harmed, so requests follow that make every process allocate. One that
     gets through all of it gets its limit back.
@@ -73,16 +76,24 @@ class NoMemory(Fault):
 
     def strike(self) -> None:
         self.pid = self.server.pids()[self.name]
-        resource.prlimit(self.pid, resource.RLIMIT_AS, (1, resource.RLIM_INFINITY))
+        self._limit(1)
         self._pressing = [threading.Thread(target=self._press, args=(n,), daemon=True) for n in range(NUM_PRESSED)]
         for thread in self._pressing:
             thread.start()
 
+    def _limit(self, soft: int) -> None:
+        # The second for what the first does not count: heaps of threads, whose addresses are taken in advance.
+        for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+            resource.prlimit(self.pid, kind, (soft, resource.RLIM_INFINITY))
+
     def _press(self, number: int) -> None:
-        """Text that is too long is refused by the tokenizer; text that is not goes through every process. How these
-        requests end is not looked at."""
-        text = f"{number} " + "Grüße aus Köln. " * (200 if number % 2 else 50_000)
-        body = {"prompt": text, "max_tokens": 5, "logprobs": 5, "timeout": 60}
+        """How these requests end is not looked at."""
+        body = (
+            {"prompt": "x" * (15 << 20), "max_tokens": -1},  # large, and refused: the gateway's
+            {"prompt": f"{number} " + _WORDS * 50_000, "max_tokens": 5},  # too long: the tokenizer's to refuse
+            {"prompt": f"{number} " + _WORDS * 200, "max_tokens": 5, "echo": True, "logprobs": 20},
+            {"prompt": f"{number}", "json_schema": {"enum": [f"{number} {word:06d}" for word in range(3000)]}},
+        )[number % 4]
         gateway = self.name if self.role == "gateway" else "gateway-1"
         try:
             connection = connect(self.server.url, gateway)
@@ -95,10 +106,11 @@ class NoMemory(Fault):
         for thread in self._pressing:
             thread.join(BACK_S)
         try:
-            resource.prlimit(self.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            self._limit(resource.RLIM_INFINITY)
         except ProcessLookupError:
             super().recover()
             return
+        self.note = "lived on what it had"
         check_whole(self.server)
 
 

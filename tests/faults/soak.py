@@ -3,8 +3,7 @@
     python -m tests.faults.soak --seconds 1800
 
 The first half kills a process every so often; the second, which begins when all are back, does not, so that memory
-can be judged over it. Ends with
-exit code 0 and a report, or with 1 and everything that was wrong.
+can be judged over it. Ends with exit code 0 and a report, or with 1 and everything that was wrong.
 """
 
 from __future__ import annotations

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.faults.cells import FAULTS, PHASES, ROLES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 BEGIN, END = "<!-- pauses: written by `make faults` -->", "<!-- /pauses -->"
-Pauses = dict[tuple[str, str], dict[str, float]]
 
 
-def markdown(pauses: Pauses, load: str) -> str:
+class Row(NamedTuple):
+    """What was measured of one fault of one role."""
+
+    pauses: dict[str, float]
+    """Phase -> seconds."""
+    note: str = ""
+
+
+Rows = dict[tuple[str, str], Row]
+
+
+def markdown(rows: Rows, load: str) -> str:
     """The table, one row per role and fault, a column per phase, seconds in the cells."""
     lines = ["| process | fault | " + " | ".join(PHASES.values()) + " |", "|" + "---|" * (2 + len(PHASES))]
     for role in ROLES:
         for fault, words in FAULTS.items():
-            row = pauses.get((role, fault))
+            row = rows.get((role, fault))
             if row is not None:
-                cells = " | ".join(f"{row[phase]:.1f}" if phase in row else "" for phase in PHASES)
+                cells = " | ".join(f"{row.pauses[phase]:.1f}" if phase in row.pauses else "" for phase in PHASES)
+                words += f": {row.note}" if row.note else ""
                 lines.append(f"| {role} | {words} | {cells} |")
     return "\n".join(lines) + f"\n\nSeconds. {load}\n"
 
@@ -30,11 +42,11 @@ def measured_on() -> str:
     return f"{cores} cores, load average at the end of the run {os.getloadavg()[2]:.1f} (15 minutes)."
 
 
-def report(pauses: Pauses, *, write: bool) -> None:
+def report(rows: Rows, *, write: bool) -> None:
     """Print the table; write it into the docs if asked and if no cell is missing."""
-    text = markdown(pauses, measured_on())
+    text = markdown(rows, measured_on())
     print("\n" + text)
-    num = sum(len(row) for row in pauses.values())
+    num = sum(len(row.pauses) for row in rows.values())
     if write and num == len(ROLES) * len(FAULTS) * len(PHASES):
         put(DOCS, text)
 

@@ -6,14 +6,17 @@ Without ``QUINTET_FAULTS=all`` (``make faults``) a slice that has every pair of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from tests.faults import table
 from tests.faults.cells import FAULTS, PHASES, ROLES, Cell, pairwise_slice, whole_matrix
 from tests.faults.conftest import WHOLE
 from tests.faults.faults import FAULTS as DO
 from tests.faults.scene import Scene
 from tests.faults.streams import Reply
+from tests.faults.table import Row
 from tests.integration.server import Server
 
 CELLS = whole_matrix() if WHOLE else pairwise_slice()
@@ -34,13 +37,14 @@ def test_streams_end_as_if_nothing_had_happened(
     cell: Cell,
     fleet: Callable[[str], Server],
     reference: Callable[[Server], dict[str, Reply]],
-    pauses: dict[tuple[str, str], dict[str, float]],
+    measured: dict[tuple[str, str], Row],
 ) -> None:
     server = fleet(server_key(cell))
     scene = Scene(server, cell, reference(server), salt=cell.name)
-    scene.play(DO[cell.fault](server, cell.role))
+    fault = DO[cell.fault](server, cell.role)
+    scene.play(fault)
     assert set(scene.pauses) >= set(cell.phases)
-    pauses[cell.role, cell.fault] = {phase: scene.pauses[phase] for phase in cell.phases}
+    measured[cell.role, cell.fault] = Row({phase: scene.pauses[phase] for phase in cell.phases}, fault.note)
 
 
 def test_the_slice_has_every_pair() -> None:
@@ -53,3 +57,17 @@ def test_the_slice_has_every_pair() -> None:
 
 def test_the_matrix_has_every_cell() -> None:
     assert sum(len(cell.phases) for cell in whole_matrix()) == len(ROLES) * len(FAULTS) * len(PHASES) == 150
+
+
+def test_the_table_goes_between_its_marks(tmp_path: Path) -> None:
+    rows = {("worker", "kill"): Row({"greedy": 2.04, "json": 3.0}, "noted")}
+    path = tmp_path / "operations.md"
+    path.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n", encoding="utf-8")
+    table.put(path, table.markdown(rows, "On a quiet machine."))
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| worker | kill -9: noted |  | 2.0 |  | 3.0 |  |  |" in text.splitlines()
+    table.DOCS.read_text(encoding="utf-8").index(table.BEGIN)
+    path.write_text("no marks", encoding="utf-8")
+    with pytest.raises(ValueError, match="must have the lines"):
+        table.put(path, "")
