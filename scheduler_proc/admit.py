@@ -126,11 +126,12 @@ class Admitter:
                 state.metrics.queue_time.observe(max(now - req.queued_at, 0.0))
         state.loose[req.rid] = req
 
-    def add_chunk(self, draft: Draft, req: Req, budget: int) -> int:
-        """Schedule up to ``budget`` more ids of a prefilling request; returns how many."""
+    def add_chunk(self, draft: Draft, req: Req, budget: int, stretch: int = 0) -> int:
+        """Schedule up to ``budget`` more ids of a prefilling request, ``stretch`` more if they are its last;
+        returns how many."""
         table = draft.pool.table
         left = int(table.known[req.slot]) - req.scheduled_len
-        n = min(left, budget)
+        n = left if 0 < budget and left <= budget + stretch else min(left, budget)
         if n <= 0:
             return 0
         req.scheduled_len += n

@@ -164,10 +164,11 @@ class Batcher:
         """Continue the half-computed prompt, then admit who fits."""
         pool, table = draft.pool, draft.pool.table
         configured = self.state.config.scheduler.chunked_prefill_size
-        budget = choose_chunk(configured, self.state.cost, len(draft.decode_slots), pool.page_size)
+        budget, most = choose_chunk(configured, self.state.cost, len(draft.decode_slots), pool.page_size)
+        stretch = most - budget
         partial = [table.reqs[slot] for slot in (table.running & ~table.decoding).nonzero()[0]]
         for req in sorted((req for req in partial if req is not None), key=lambda req: req.seq):
-            budget -= self.admitter.add_chunk(draft, req, budget)
+            budget -= self.admitter.add_chunk(draft, req, budget, stretch)
         if not table.running.any():
             self.admission.idle()
         if draft.preempted or budget <= 0 or not self.state.queue:
@@ -178,7 +179,7 @@ class Batcher:
         for req in self.policy.order(self.state.queue, pool.tree, now):
             verdict = self.admitter.admit(draft, req, now)
             if verdict is Verdict.ADMITTED:
-                budget -= self.admitter.add_chunk(draft, req, budget)
+                budget -= self.admitter.add_chunk(draft, req, budget, stretch)
             elif verdict is Verdict.FULL:
                 self.stuck = req
                 return
@@ -216,7 +217,8 @@ class Batcher:
                 self._decode(draft, np.array([req.slot], dtype=np.intp))
             else:
                 configured = self.state.config.scheduler.chunked_prefill_size
-                self.admitter.add_chunk(draft, req, choose_chunk(configured, self.state.cost, 0, pool.page_size))
+                budget, _ = choose_chunk(configured, self.state.cost, 0, pool.page_size)
+                self.admitter.add_chunk(draft, req, budget)
             return
 
     def _admit_alone(self, draft: Draft, req: Req, now: float) -> bool:

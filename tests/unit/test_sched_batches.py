@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from common.messages import unpack_i32
+from scheduler_proc.cost import StepCost
 from tests.unit.sched_support import PAGE, Rig, expected, request, rows
 
 P6 = [7, 8, 9, 10, 11, 12]
@@ -169,3 +172,22 @@ def test_idle_sends_nothing_and_sleeps() -> None:
     assert rig.step(seconds=0.001) == [] and rig.out.tokens is None
     assert rig.out.wake_at - rig.now > 0.1
     assert PAGE == 4
+
+
+def chunks_of(rig: Rig, num_tokens: int) -> list[int]:
+    """Prefill chunks of a prompt that arrives while another request decodes."""
+    found: list[int] = []
+    rig.scheduler.state.cost = StepCost({1: 0.01}, 0.0002)  # beside one row: 100 tokens, and 133 at the end
+    rig.step(request("b", list(range(100, 100 + num_tokens)), max_tokens=2))
+    for _ in range(12):
+        for order in rig.turn():
+            found += [n for n in unpack_i32(order.num_tokens).tolist() if n]
+    return found
+
+
+@pytest.mark.parametrize(("num_tokens", "chunks"), [(120, [120]), (133, [133]), (140, [100, 40]), (233, [100, 133])])
+def test_the_end_of_a_prompt_is_not_left_for_a_step_of_its_own(num_tokens: int, chunks: list[int]) -> None:
+    rig = Rig(pages=256, chunked_prefill_size=0)
+    rig.step(request("a", P6, max_tokens=200))
+    rig.turn()
+    assert chunks_of(rig, num_tokens) == chunks
