@@ -131,7 +131,7 @@ class Admitter:
         returns how many."""
         table = draft.pool.table
         left = int(table.known[req.slot]) - req.scheduled_len
-        n = left if 0 < budget and left <= budget + stretch else min(left, budget)
+        n = left if budget > 0 and left <= budget + stretch else min(left, budget)
         if n <= 0:
             return 0
         req.scheduled_len += n
