@@ -85,7 +85,7 @@ def make_app(deps: Deps, exposition: Exposition) -> FastAPI:
     get("/health_generate", control.health_generate, (503,))
     get("/get_server_info", control.server_info)
     get("/get_model_info", control.model_info)
-    get("/metrics", control.metrics_handler(exposition), (401,))
+    get("/metrics", control.metrics_handler(exposition), (400, 401))
     post("/abort_request", control.abort_request, control.AbortBody)
     for method in ("GET", "POST"):
         _route(app, method, "/flush_cache", control.flush_cache, deps, (400, 401, 403, 409, 503), None)

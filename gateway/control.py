@@ -27,7 +27,7 @@ from common.messages import (
 )
 from gateway.errors import error_response
 from gateway.fields import Body
-from gateway.metrics import Exposition
+from gateway.metrics import PREFIX, PREFIXES, Exposition
 from gateway.protocols.common import Deps, parse, read_json
 from gateway.request import Exchange, OpenRequest
 
@@ -111,10 +111,14 @@ async def _pause(exchange: Exchange) -> None:
 def metrics_handler(exposition: Exposition) -> Callable[[Request, Deps], Awaitable[Response]]:
     """The handler of ``/metrics``."""
 
-    async def metrics(_: Request, deps: Deps) -> Response:
+    async def metrics(request: Request, deps: Deps) -> Response:
         """Prometheus text."""
+        prefix = request.query_params.get("prefix", PREFIX)
+        if prefix not in PREFIXES:
+            words = f"prefix {prefix[:40]!r} is none of {' and '.join(map(repr, PREFIXES))}"
+            return error_response(ErrorInfo(status=400, message=words, param="prefix"))
         deps.engine.update_gauges()
-        body = exposition.render(deps.engine.fleet.status)
+        body = exposition.render(deps.engine.fleet.status, prefix)
         return Response(body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return metrics

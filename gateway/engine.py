@@ -263,6 +263,7 @@ class Engine:
         if row.attempt != record.attempt:
             return
         record.heard = True
+        known = record.num_ids
         if record.has_gap(row):
             self._heal(record)
             return
@@ -271,7 +272,7 @@ class Engine:
         if row.ids:
             self.last_output = time.monotonic()
             if not record.internal:
-                self.metrics.num_output_tokens += len(row.ids) // 4
+                self.metrics.num_output_tokens += record.num_ids - known  # after a resubmission some come again
         if record.finish is not None:
             self._end(record, record.finish)
         if delta is not None:

@@ -9,6 +9,10 @@ Two sources, each counted once however many gateways there are:
   in ``metrics-<gateway>.json`` in the run directory, and whoever is asked shows those of all of
   them, each with a ``gateway`` label. ``sum without (gateway)`` is the server's total.
 
+SGLang's names follow ``quintet:``, as they follow ``sglang:`` there, so its dashboards need that word replaced and no
+more. Prometheus keeps the colon for recording rules, and its linter objects to it: whoever minds asks for
+``/metrics?prefix=quintet_``.
+
 TTFT: request received -> first content written. ITL: between content writes. E2E: request received
 -> last byte written (for a reply that is not streamed, content counts as written when it arrives).
 """
@@ -25,8 +29,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from common.messages import EngineStatus
+from gateway.metric_help import ENGINE, GATEWAY, UNKNOWN
 
 PREFIX = "quintet:"
+PREFIXES = (PREFIX, "quintet_")
+"""What a scrape may choose from."""
 
 LATENCY_BUCKETS = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 20.0, 40.0, 60.0, 120.0
@@ -68,9 +75,9 @@ class Snapshot(msgspec.Struct):
 
 
 _HISTOGRAMS = {
-    "time_to_first_token_seconds": (LATENCY_BUCKETS, "Request received to first content written"),
-    "inter_token_latency_seconds": (INTERVAL_BUCKETS, "Between two content writes of one choice"),
-    "e2e_request_latency_seconds": (LATENCY_BUCKETS, "Request received to last byte written"),
+    "time_to_first_token_seconds": LATENCY_BUCKETS,
+    "inter_token_latency_seconds": INTERVAL_BUCKETS,
+    "e2e_request_latency_seconds": LATENCY_BUCKETS,
 }
 
 
@@ -136,10 +143,11 @@ class Exposition:
         temporary.replace(self._path)
         self._last = data
 
-    def render(self, status: EngineStatus | None) -> bytes:
-        """The text a scrape gets."""
+    def render(self, status: EngineStatus | None, prefix: str = PREFIX) -> bytes:
+        """The text a scrape gets; ``prefix`` is one of ``PREFIXES``."""
         registry = CollectorRegistry()
-        registry.register(_Rendered([*_engine(status), *_gateways(self._snapshots())]))
+        families = [*_engine(status, prefix), *_gateways(self._snapshots(), prefix)]
+        registry.register(_Rendered(families))
         return generate_latest(registry)
 
     def _snapshots(self) -> list[Snapshot]:
@@ -162,7 +170,7 @@ class _Rendered(Collector):
         return self._families
 
 
-def _engine(status: EngineStatus | None) -> Iterator[Metric]:
+def _engine(status: EngineStatus | None, prefix: str) -> Iterator[Metric]:
     if status is None:
         return
     gauges = {
@@ -177,46 +185,51 @@ def _engine(status: EngineStatus | None) -> Iterator[Metric]:
         if total:  # num_finished_requests_total_stop: a counter with a label
             base += "_requests"
             if base not in labelled:
-                labelled[base] = CounterMetricFamily(PREFIX + base, "Engine counter", labels=["reason"])
+                labelled[base] = CounterMetricFamily(prefix + base, _help(base), labels=["reason"])
             labelled[base].add_metric([reason], value)
         elif name.endswith("_total"):
-            yield CounterMetricFamily(PREFIX + name.removesuffix("_total"), "Engine counter", value=value)
+            base = name.removesuffix("_total")
+            yield CounterMetricFamily(prefix + base, _help(base), value=value)
         else:
-            yield GaugeMetricFamily(PREFIX + name, "Engine gauge", value=value)
+            yield GaugeMetricFamily(prefix + name, _help(name), value=value)
     yield from labelled.values()
     for name, values in status.histograms.items():
         bounds = ENGINE_BUCKETS.get(name, LATENCY_BUCKETS)
         if len(values) != len(bounds) + 3:
             continue
-        family = HistogramMetricFamily(PREFIX + name, "Engine histogram")
+        family = HistogramMetricFamily(prefix + name, _help(name))
         family.add_metric([], _cumulative(bounds, values[2:]), values[0])
         yield family
-    family_generation = GaugeMetricFamily(
-        PREFIX + "process_generation", "Starts of each process after the first", labels=["process"]
-    )
+    name = "process_generation"
+    family_generation = GaugeMetricFamily(prefix + name, _help(name), labels=["process"])
     for role, generation in sorted(status.generations.items()):
         family_generation.add_metric([role], generation)
     yield family_generation
 
 
-def _gateways(snapshots: list[Snapshot]) -> Iterator[Metric]:
+def _help(name: str) -> str:
+    return ENGINE.get(name, UNKNOWN)
+
+
+def _gateways(snapshots: list[Snapshot], prefix: str) -> Iterator[Metric]:
     for name in snapshots[0].counters:
-        counter = CounterMetricFamily(PREFIX + name, "Gateway counter", labels=["gateway"])
+        counter = CounterMetricFamily(prefix + name, GATEWAY[name], labels=["gateway"])
         for snapshot in snapshots:
             counter.add_metric([snapshot.gateway], snapshot.counters.get(name, 0))
         yield counter
     for name in snapshots[0].gauges:
-        gauge = GaugeMetricFamily(PREFIX + name, "Gateway gauge", labels=["gateway"])
+        gauge = GaugeMetricFamily(prefix + name, GATEWAY[name], labels=["gateway"])
         for snapshot in snapshots:
             gauge.add_metric([snapshot.gateway], snapshot.gauges.get(name, 0))
         yield gauge
-    replies = CounterMetricFamily(PREFIX + "http_replies", "HTTP replies by status", labels=["gateway", "status"])
+    name = "http_replies"
+    replies = CounterMetricFamily(prefix + name, GATEWAY[name], labels=["gateway", "status"])
     for snapshot in snapshots:
         for status, count in sorted(snapshot.replies.items()):
             replies.add_metric([snapshot.gateway, status], count)
     yield replies
-    for name, (bounds, words) in _HISTOGRAMS.items():
-        histogram = HistogramMetricFamily(PREFIX + name, words, labels=["gateway"])
+    for name, bounds in _HISTOGRAMS.items():
+        histogram = HistogramMetricFamily(prefix + name, GATEWAY[name], labels=["gateway"])
         for snapshot in snapshots:
             total, counts = snapshot.histograms.get(name, (0.0, [0] * (len(bounds) + 1)))
             histogram.add_metric([snapshot.gateway], _cumulative(bounds, counts), total)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from common.errors import InvariantError
+
 BUCKETS_S = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 20.0, 40.0, 60.0, 120.0
 )  # fmt: skip
@@ -28,6 +30,11 @@ class Histogram:
         return [self.total, float(sum(self.counts)), *map(float, self.counts)]
 
 
+FINISH_REASONS = ("stop", "length", "abort", "error")
+ABORT_CAUSES = ("client", "gateway_gone", "deadline", "queue_timeout", "queue_full", "admin")
+FAIL_CODES = ("row_failed", "row_skipped", "worker_crash")
+
+
 @dataclass
 class Metrics:
     """What has happened since the process started."""
@@ -41,28 +48,31 @@ class Metrics:
     num_prefill_tokens_total: int = 0
     num_invariant_failures_total: int = 0
     num_finished: dict[str, int] = field(default_factory=dict)
-    """By reason: stop, length, abort, error."""
+    """By reason: one of ``FINISH_REASONS``."""
     num_aborted: dict[str, int] = field(default_factory=dict)
-    """By cause: client, gateway_gone, deadline, queue_timeout, queue_full, admin."""
+    """By cause: one of ``ABORT_CAUSES``."""
     num_failed: dict[str, int] = field(default_factory=dict)
-    """By the error's code: row_failed, row_skipped, worker_crash."""
+    """By the error's code: one of ``FAIL_CODES``."""
     step_time: Histogram = field(default_factory=Histogram)
     queue_time: Histogram = field(default_factory=Histogram)
 
     def aborted(self, cause: str) -> None:
         """Count a request that was ended from outside, or never begun."""
+        _known(cause, ABORT_CAUSES)
         self.num_aborted[cause] = self.num_aborted.get(cause, 0) + 1
 
     def failed(self, code: str) -> None:
         """Count a request that the engine could not go on with."""
+        _known(code, FAIL_CODES)
         self.num_failed[code] = self.num_failed.get(code, 0) + 1
 
     def finished(self, reason: str) -> None:
         """Count an ending."""
+        _known(reason, FINISH_REASONS)
         self.num_finished[reason] = self.num_finished.get(reason, 0) + 1
 
     def counters(self) -> dict[str, float]:
-        """Flat, for EngineStatus."""
+        """Flat, for EngineStatus. Reasons that have not occurred are there with 0: a rate needs a first value."""
         out: dict[str, float] = {
             "prompt_tokens_total": self.prompt_tokens_total,
             "cached_tokens_total": self.cached_tokens_total,
@@ -74,14 +84,20 @@ class Metrics:
             "num_invariant_failures_total": self.num_invariant_failures_total,
         }
         out["cache_hit_rate"] = self.cached_tokens_total / max(self.prompt_tokens_total, 1)
-        for reason, n in self.num_finished.items():
-            out[f"num_finished_requests_total_{reason}"] = n
-        for cause, n in self.num_aborted.items():
-            out[f"num_aborted_requests_total_{cause}"] = n
-        for code, n in self.num_failed.items():
-            out[f"num_failed_requests_total_{code}"] = n
+        for reason in FINISH_REASONS:
+            out[f"num_finished_requests_total_{reason}"] = self.num_finished.get(reason, 0)
+        for cause in ABORT_CAUSES:
+            out[f"num_aborted_requests_total_{cause}"] = self.num_aborted.get(cause, 0)
+        for code in FAIL_CODES:
+            out[f"num_failed_requests_total_{code}"] = self.num_failed.get(code, 0)
         return out
 
     def histograms(self) -> dict[str, list[float]]:
         """name -> [sum, count, bucket counts...]."""
         return {"step_time_seconds": self.step_time.row(), "queue_time_seconds": self.queue_time.row()}
+
+
+def _known(name: str, names: tuple[str, ...]) -> None:
+    """A reason without a metric would be counted and never shown."""
+    if name not in names:
+        raise InvariantError(f"{name!r} is none of the counted reasons {', '.join(names)}")

@@ -20,11 +20,13 @@ def gauges(state: State) -> dict[str, float]:
         "num_queue_reqs": len(state.queue),
         "num_running_reqs": 0,
         "num_used_tokens": 0,
+        "num_used_pages": 0,
         "token_usage": 0.0,
     }
     if pool is not None:
         used = pool.allocator.num_pages - pool.num_available
         out["num_running_reqs"] = pool.table.num_taken
+        out["num_used_pages"] = used
         out["num_used_tokens"] = used * pool.page_size
         out["token_usage"] = used / pool.allocator.num_pages
         out["num_cached_tokens"] = pool.tree.num_pages * pool.page_size

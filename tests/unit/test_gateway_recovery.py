@@ -117,6 +117,8 @@ def test_text_already_written_is_cut_within_a_row(live: Live) -> None:
         new = TextRow(rid, 0, index, pack_i32(ids), offset, text, accepted, finish=finish, completion_tokens=count)
         live.engine.send(TextBatch(detokenizer_generation=0, rows=[new]))
 
+    metrics = live.gateway.gateway.engine.metrics
+    counted = metrics.num_output_tokens
     row(0, [1, 2], 0, "abc")
     row(0, [1, 2], 0, "abc")
     row(1, [2, 3], 1, "bcde")
@@ -125,6 +127,7 @@ def test_text_already_written_is_cut_within_a_row(live: Live) -> None:
     chunks = stream.chunks()
     assert joined(chunks) == "abcdef"
     assert chunks[-2]["usage"]["completion_tokens"] == 3
+    assert metrics.num_output_tokens - counted == 3, "each id once, however often it comes"
 
 
 def test_missing_rows_are_asked_for_again(live: Live) -> None:
