@@ -19,7 +19,6 @@ from common.config import HttpConfig
 from common.messages import ErrorInfo
 from gateway.errors import error_response
 from gateway.metrics import GatewayMetrics
-from gateway.respond import SEND_SCOPE_KEY
 
 log = logging.getLogger("gateway.access")
 
@@ -64,7 +63,6 @@ class Edge:
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = secrets.token_hex(16).encode()
         scope[REQUEST_ID_SCOPE_KEY] = request_id.decode()
-        scope[SEND_SCOPE_KEY] = send
         status = 0
 
         async def send_with_id(message: Message) -> None:

@@ -82,6 +82,8 @@ class Engine:
         self.trace: TraceWriter | None = None
         """Set by the process when ``--trace`` is on."""
         self._replies: dict[str, asyncio.Future[Any]] = {}
+        self._touched: dict[Exchange, None] = {}
+        """Exchanges that have something new of the messages being taken in, in order."""
         self._next_lease = 0.0
 
     # ---------------------------------------------------------------- what a request may ask
@@ -195,6 +197,10 @@ class Engine:
             asyncio.get_running_loop().call_soon(self.drain)
         for message in messages:
             self._take(message)
+        if self._touched:
+            touched, self._touched = self._touched, {}
+            for exchange in touched:
+                exchange.deliver()
         self.num_turns += 1
 
     def tick(self, now: float) -> None:
@@ -238,8 +244,9 @@ class Engine:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, TextBatch):
+            now = time.monotonic()
             for row in message.rows:
-                self._take_row(row)
+                self._take_row(row, now)
         elif isinstance(message, EngineStatus):
             self._take_status(message)
         elif isinstance(message, Rejected):
@@ -251,7 +258,7 @@ class Engine:
         elif isinstance(message, TokenizerReady):
             self.model = message
 
-    def _take_row(self, row: TextRow) -> None:
+    def _take_row(self, row: TextRow, now: float) -> None:
         record = self.open.get(row.rid)
         if record is None:
             return
@@ -264,21 +271,24 @@ class Engine:
             return
         record.heard = True
         known = record.num_ids
-        if record.has_gap(row):
-            self._heal(record)
-            return
-        accepted = record.accepted
-        delta = record.apply(row)
+        exchange = record.exchange
+        delta = record.apply_next(row)
+        if delta is None:
+            if record.has_gap(row):
+                self._heal(record)
+                return
+            delta = record.apply(row)
+            if record.finish is not None:
+                self._end(record, record.finish)
         if row.ids:
-            self.last_output = time.monotonic()
+            self.last_output = now
             if not record.internal:
                 self.metrics.num_output_tokens += record.num_ids - known  # after a resubmission some come again
-        if record.finish is not None:
-            self._end(record, record.finish)
         if delta is not None:
-            record.exchange.push(delta)
-        elif not accepted:
-            record.exchange.wake()
+            exchange.add(delta)
+            self._touched[exchange] = None
+        elif row.accepted is not None:
+            self._touched[exchange] = None
 
     def _heal(self, record: OpenRequest) -> None:
         """Something before a row never arrived: ask for everything again, a few times at most."""

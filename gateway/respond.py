@@ -5,8 +5,9 @@ code. With several generations the first acceptance starts a grace time in which
 another (a second prompt that is too long) still becomes the status; generations that merely wait
 in the queue do not hold up the others beyond it.
 
-A stream's task sleeps until the engine client has put something into the exchange, takes all of
-it, and writes it as one body message: one write per stream and step.
+A stream is one write per step. Where the server lets us (``WRITER_SCOPE_KEY``) it goes straight to the
+connection from where the step's text arrives; the stream's task writes its beginning, its end and
+whatever comes while the client reads too slowly, because a task can wait.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from gateway.errors import error_json, error_response
 from gateway.request import Delta, Exchange
 
 ACCEPT_GRACE_S = 1.0
-SEND_SCOPE_KEY = "quintet.send"
-"""ASGI scope entry: the server's ``send`` itself, beneath every layer (see ``edge.py``)."""
+WRITER_SCOPE_KEY = "quintet.writer"
+"""ASGI scope entry: a ``ConnectionWriter`` (see ``server.py``); without one the task writes everything."""
 ABORT_SCOPE_KEY = "quintet.abort_connection"
 """ASGI scope entry: a callable that ends the connection at once (see ``server.py``)."""
 
@@ -55,6 +56,17 @@ class Formatter(Protocol):
         """The JSON body of a reply that is not streamed, from all its deltas."""
 
 
+class ConnectionWriter(Protocol):
+    """Writes to the connection of a response that has begun, beneath the server's ``send``."""
+
+    @property
+    def is_open(self) -> bool:
+        """Something can be written now, and the client is not behind with what was."""
+
+    def write(self, body: bytes) -> None:
+        """Part of the body; only while ``is_open``."""
+
+
 class EngineReply(Response):
     """An ASGI response that runs an exchange through the engine and writes what comes."""
 
@@ -65,11 +77,15 @@ class EngineReply(Response):
         self._formatter = formatter
         self._stream = stream
         self._ready: list[Delta] = []
+        self._writer: ConnectionWriter | None = None
+        self._failure: Exception | None = None
+        """What went wrong where no task could raise it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the exchange. However this ends, what still runs of it is aborted."""
         exchange = self._exchange
         exchange.cut_off = self._cutter(scope)
+        self._writer = scope.get(WRITER_SCOPE_KEY)
         watcher = asyncio.ensure_future(_watch(receive, exchange))
         try:
             self._engine.submit(exchange)
@@ -79,10 +95,7 @@ class EngineReply(Response):
                 return
             elif self._stream:
                 await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-                # The middle layers are interested in the start alone. A task of its own, and the
-                # server's own ``send``, keep a token's way short: a wake-up runs through every frame
-                # of the awaiting chain, and each layer's ``send`` is another one.
-                await asyncio.ensure_future(self._write_stream(scope.get(SEND_SCOPE_KEY, send)))
+                await self._write_stream(send)
             else:
                 await self._write_whole(scope, receive, send)
         except RequestError as refused:
@@ -147,6 +160,7 @@ class EngineReply(Response):
         exchange, formatter = self._exchange, self._formatter
         deltas, self._ready = self._ready, []
         body = formatter.opening()
+        sink = None if self._writer is None else self._write_now
         while not exchange.gone:
             deltas += exchange.take()
             done = False
@@ -166,7 +180,24 @@ class EngineReply(Response):
                 self._observe_end()
                 return
             body, deltas = b"", []
-            await exchange.wait()
+            await exchange.wait(sink)
+            if self._failure is not None:
+                raise self._failure
+
+    def _write_now(self) -> bool:
+        """Write a step's deltas from where they arrived; False: nothing was, the task has to see to it."""
+        if self._writer is None or not self._writer.is_open:
+            return False
+        deltas = self._exchange.take()
+        try:
+            body = self._formatter.chunk(deltas)
+        except Exception as error:  # this stream's fault alone: other streams' text arrives in the same call
+            self._failure = error
+            return False
+        if body:
+            self._writer.write(body)
+        self._observe(deltas, time.monotonic())
+        return True
 
     async def _send(self, send: Send, body: bytes, now: float, *, more: bool) -> None:
         self._exchange.sending_since = now

@@ -5,6 +5,7 @@
   a connection is closed unread.
 * The reply can end the connection at once (a client that does not read).
 * Pipelined requests: all of them hear that their client left, also the one that runs.
+* The middle of a streamed body can be written without the layers of ``send``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from common.config import HttpConfig
 from common.errors import ConfigError
 from gateway.edge import OVER_LIMIT_SCOPE_KEY
-from gateway.respond import ABORT_SCOPE_KEY
+from gateway.respond import ABORT_SCOPE_KEY, WRITER_SCOPE_KEY
 
 HEADER_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 75
@@ -32,6 +33,34 @@ UNREAD_TIMEOUT_S = 75
 BACKLOG = 2048
 MAX_PIPELINED = 8
 """Requests that may wait on one connection for the one before them; more end the connection."""
+
+
+class ChunkWriter:
+    """Writes chunks of one response's body: what the cycle's ``send`` does with a body that goes on.
+
+    Not before the headers are out, and only where the body is chunked (HTTP/1.1). The end is for ``send``.
+    """
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_open(self) -> bool:
+        """Headers are out, the end is not, the client is there and keeps up."""
+        cycle = self._cycle
+        return (
+            cycle.chunked_encoding is True
+            and not cycle.flow.write_paused
+            and not cycle.disconnected
+            and not cycle.response_complete
+            and not cycle.transport.is_closing()
+        )
+
+    def write(self, body: bytes) -> None:
+        """One chunk; not empty (an empty chunk would end the body)."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -82,6 +111,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
+        self.scope[WRITER_SCOPE_KEY] = ChunkWriter(self.cycle)  # type: ignore[literal-required]
         if len(self.pipeline) > MAX_PIPELINED:
             self.transport.abort()
         elif self.pipeline:
