@@ -30,18 +30,29 @@ that a verdict does not depend on how busy the machine is."""
 class _AddedToken(msgspec.Struct):
     id: int
     content: str
-    special: bool = False
 
 
 class _TokenizerFile(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
 
 
-def special_tokens_of(tokenizer_json: Path, eos_token_ids: Iterable[int]) -> dict[str, int]:
-    """Name -> id of the special tokens in a tokenizer.json, those that end the output left out."""
-    ends = set(eos_token_ids)
+def added_tokens_of(tokenizer_json: Path) -> dict[str, int]:
+    """Name -> id of the tokens a tokenizer.json adds to its vocabulary, the special ones among them."""
     added = msgspec.json.decode(tokenizer_json.read_bytes(), type=_TokenizerFile).added_tokens
-    return {token.content: token.id for token in added if token.special and token.id not in ends}
+    return {token.content: token.id for token in added}
+
+
+def special_tokens_of(
+    added: Mapping[str, int], tokenizer: LLTokenizer, eos_token_ids: Iterable[int]
+) -> dict[str, int]:
+    """Those of the ``added`` tokens that no text of a grammar matches, but for those that end the output.
+
+    llguidance takes every added token that looks like ``<tool_call>`` for one, special or not (Qwen's
+    ``<tool_call>`` and ``</think>`` are not), so it is asked: in a grammar such a mark must be named by its id.
+    """
+    ends = set(eos_token_ids)
+    inside = {name: number for name, number in added.items() if number < tokenizer.vocab_size and number not in ends}
+    return {name: number for name, number in inside.items() if tokenizer.is_special_token(number)}
 
 
 def compile_matcher(text: str, tokenizer: LLTokenizer) -> LLMatcher:

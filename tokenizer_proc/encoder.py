@@ -64,9 +64,9 @@ class TextEncoder:
         """The control tokens' texts."""
         return [token.content for token in self._special.values()]
 
-    def special_ids(self) -> dict[str, int]:
-        """The control tokens: text -> id."""
-        return {token.content: token_id for token_id, token in self._special.items()}
+    def added_ids(self) -> dict[str, int]:
+        """The tokens added to the vocabulary, control tokens and others: text -> id."""
+        return {token.content: token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items()}
 
     def least_tokens(self, text: str) -> int:
         """A number of tokens that the text has at the least; 0 where it cannot be told without encoding.

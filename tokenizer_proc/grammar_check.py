@@ -14,7 +14,7 @@ from collections import OrderedDict
 from llguidance import LLTokenizer
 
 from common.errors import RequestError
-from common.grammar_compile import compile_matcher
+from common.grammar_compile import compile_matcher, special_tokens_of
 from common.grammar_text import to_llguidance
 from common.messages import Grammar
 from common.schema_place import with_place
@@ -34,8 +34,7 @@ class GrammarChecker:
     def __init__(self, encoder: TextEncoder, eos_token_ids: tuple[int, ...]) -> None:
         self._encoder = encoder
         self._eos = list(eos_token_ids)
-        # As the worker names them, so that both compile the same text.
-        self._special = {text: i for text, i in encoder.special_ids().items() if i not in eos_token_ids}
+        self._special: dict[str, int] = {}
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
@@ -71,7 +70,8 @@ class GrammarChecker:
         if size > MAX_GRAMMAR_BYTES:
             return f"it has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}"
         try:
-            compile_matcher(to_llguidance(grammar, self._special), self._llguidance())
+            tokenizer = self._llguidance()
+            compile_matcher(to_llguidance(grammar, self._special), tokenizer)
         except (ValueError, RequestError) as error:
             return with_place(grammar, str(error)) or "it cannot be read"
         except RecursionError:
@@ -82,6 +82,8 @@ class GrammarChecker:
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = LLTokenizer(self._encoder.to_str(), eos_token=self._eos or None)
+                # As the worker names them, so that both compile the same text.
+                self._special = special_tokens_of(self._encoder.added_ids(), self._tokenizer, self._eos)
             return self._tokenizer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,14 +21,16 @@ MARKS = (
     "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_calls_section_end|>",
 )
 """Special tokens; some of the families' marks are among them and some are plain text, as in real models."""
+ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+"""Tokens of their own that are not special, as in Qwen's and GLM's tokenizers."""
 _TEXT = [
     '{"name": "get_weather", "arguments": {"city": "Paris", "days": 3, "ok": true, "list": [1, 2, 3]}}',
     "the quick brown fox jumps over the lazy dog. <tool_call> </tool_call> <function= <parameter= null false",
 ] * 20
 
 
-def make_tokenizer(path: Path, vocab_size: int = 420) -> Path:
-    """Train a byte-level BPE with special tokens; write tokenizer.json into ``path``."""
+def make_tokenizer(path: Path, vocab_size: int = 420, added: Sequence[str] = ()) -> Path:
+    """Train a byte-level BPE with special tokens, and ``added`` ones; write tokenizer.json into ``path``."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -36,6 +39,7 @@ def make_tokenizer(path: Path, vocab_size: int = 420) -> Path:
     )
     tokenizer.train_from_iterator(_TEXT, trainer)
     tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in added])
     file = path / "tokenizer.json"
     tokenizer.save(str(file))
     return file
@@ -81,9 +85,9 @@ class Setup:
         return allowed is None or session.is_complete() or self.eos in allowed
 
 
-def make_setup(path: Path) -> Setup:
+def make_setup(path: Path, added: Sequence[str] = ()) -> Setup:
     """A backend over the small tokenizer; the embedding has 11 more columns than it has tokens."""
-    file = make_tokenizer(path)
+    file = make_tokenizer(path, added=added)
     tokenizer = Tokenizer.from_file(str(file))
     vocab_size = tokenizer.get_vocab_size() + 11
     eos: int = tokenizer.token_to_id(EOS)  # type: ignore[assignment]

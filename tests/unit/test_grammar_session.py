@@ -133,6 +133,16 @@ def test_a_special_token_as_trigger(setup: Setup) -> None:
     assert {setup.decode([token]) for token in setup.allowed(session) or []} <= {*"0123456789"}
 
 
+@pytest.mark.parametrize("rest", ["", "7", "7!"])
+def test_a_special_token_spelled_out_is_one_to_whoever_reads_the_text(setup: Setup, rest: str) -> None:
+    session = setup.session("regex", "[0-9]!", "<|mark|>")
+    spelled = [token for part in ("text <|ma", "rk|", ">" + rest) for token in setup.encode(part)]
+    assert setup.tokenizer.token_to_id("<|mark|>") not in spelled
+    for token in spelled:
+        session.accept_token(token)
+    assert session.in_tool_call() and session.is_complete() == (rest == "7!")
+
+
 @pytest.mark.parametrize("trigger", ["", "<tool_call>"])
 def test_replaying_the_ids_gives_the_same_state(setup: Setup, trigger: str) -> None:
     prefix = setup.encode("so: " + trigger) if trigger else []

@@ -20,7 +20,7 @@ from common.schema_text import search_regex, string_terminal
 from gateway.tool_parsers.base import collect
 from gateway.tool_parsers.grammar import ToolPlan, ToolPlanner
 from tests.unit.grammar_cases import CASES
-from tests.unit.grammar_walk import Setup, make_setup, walk
+from tests.unit.grammar_walk import ADDED, Setup, make_setup, walk
 
 FAMILIES = ("qwen3_coder", "glm45")
 ENDS = {"qwen3_coder": "\n</parameter>", "glm45": "</arg_value>", "pythonic": ""}
@@ -45,9 +45,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
-    return make_setup(Path(tmp_path_factory.mktemp("tokenizer")))
+@pytest.fixture(scope="module", params=[(), ADDED], ids=["marks as text", "marks as tokens"])
+def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    return make_setup(Path(tmp_path_factory.mktemp("tokenizer")), request.param)
 
 
 def _plan(family: str, parameters: Any, *, strict: bool = True) -> ToolPlan:

@@ -14,16 +14,16 @@ from gateway.tool_parsers.base import collect
 from gateway.tool_parsers.grammar import ToolPlan, ToolPlanner
 from gateway.tool_parsers.registry import PARSERS
 from gateway.tool_parsers.syntax import SYNTAX
-from tests.unit.grammar_walk import Setup, Walk, make_setup, walk
+from tests.unit.grammar_walk import ADDED, Setup, Walk, make_setup, walk
 from tests.unit.tool_parser_cases import TOOLS, WEATHER
 
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 SCHEMAS: dict[str, Any] = {"get_weather": WEATHER, "now": {"type": "object", "maxProperties": 0}}
 
 
-@pytest.fixture(scope="module")
-def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
-    return make_setup(Path(tmp_path_factory.mktemp("tokenizer")))
+@pytest.fixture(scope="module", params=[(), ADDED], ids=["marks as text", "marks as tokens"])
+def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    return make_setup(Path(tmp_path_factory.mktemp("tokenizer")), request.param)
 
 
 def _plan(family: str, choice: Any, parallel: bool = True, **more: Any) -> ToolPlan:

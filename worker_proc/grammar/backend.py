@@ -10,7 +10,7 @@ from pathlib import Path
 from llguidance import LLTokenizer
 
 from common.errors import RequestError
-from common.grammar_compile import compile_matcher, special_tokens_of
+from common.grammar_compile import added_tokens_of, compile_matcher, special_tokens_of
 from common.grammar_text import to_llguidance, tool_triggers
 from common.messages import Grammar
 from worker_proc.grammar.session import CompiledGrammar, LLGuidanceSession
@@ -49,7 +49,7 @@ class LLGuidanceBackend:
         except ValueError:
             # More tokens than the model has columns; a session cuts its masks to the model's.
             self._tokenizer = LLTokenizer(text, eos_token=ends)
-        self._special = special_tokens_of(path, self._eos)
+        self._special = special_tokens_of(added_tokens_of(path), self._tokenizer, self._eos)
         self._max_cached = max_cached
         self._cache: OrderedDict[_Key, CompiledGrammar] = OrderedDict()
         self._cached_chars = 0
@@ -77,14 +77,13 @@ class LLGuidanceBackend:
         triggers = tool_triggers(grammar)
         trigger = grammar.lazy_trigger
         token = self._special.get(trigger, -1)
-        plain = trigger.encode() if token < 0 else b""
         return CompiledGrammar(
             matcher=matcher,
             tokenizer=self._tokenizer,
             eos_token_ids=frozenset(self._eos),
-            lazy_trigger=plain,
+            lazy_trigger=trigger.encode(),
             lazy_token=token,
-            crosses_trigger=bool(plain) and self._some_token_crosses(plain),
+            crosses_trigger=bool(trigger) and token < 0 and self._some_token_crosses(trigger.encode()),
             call_triggers=None if triggers is None else tuple(each.encode() for each in triggers),
         )
 

@@ -20,7 +20,7 @@ class CompiledGrammar:
     lazy_trigger: bytes = b""
     """Not empty: text that switches the constraint on."""
     lazy_token: int = -1
-    """The special token that does so, where the trigger is one."""
+    """The special token that does so, where the trigger is one (spelled out, it does too)."""
     crosses_trigger: bool = False
     """Some token contains the whole trigger and text after it: then every step needs a mask, as
     that token could carry the output past the trigger in a way the grammar forbids."""
@@ -113,22 +113,32 @@ class LLGuidanceSession:
     def _wait_for_trigger(self, token: int) -> None:
         compiled = self._compiled
         self._lookout = None
-        if compiled.lazy_token >= 0:
-            if token == compiled.lazy_token:
-                self._bind([token])
+        if token == compiled.lazy_token:
+            self._bind([token])
             return
         special = compiled.tokenizer.is_special_token(token)
         data = b"" if special else self._tail + compiled.tokenizer.decode_bytes([token])
         self._recent = b"" if special else (self._recent + data[len(self._tail) :])[-3:]
         at = data.find(compiled.lazy_trigger)
-        if at >= 0 and self._bind(compiled.tokenizer.tokenize_bytes(data[at:])):
+        if at >= 0 and self._bind(self._trigger_and(data[at:])):
             return
         self._tail = _possible_beginning(data, compiled.lazy_trigger)
+        if compiled.lazy_token >= 0:
+            return
         if self._tail:
             self._lookout = compiled.matcher.deep_copy()
             self._lookout.try_consume_tokens(compiled.tokenizer.tokenize_bytes(self._tail))
         elif compiled.crosses_trigger and not _within_character(self._recent):
             self._lookout = compiled.matcher.deep_copy()
+
+    def _trigger_and(self, data: bytes) -> list[int]:
+        """Tokens of text that begins with the trigger. A special token may be spelled out: who reads the text
+        cannot tell it from the token, so it counts as one."""
+        compiled = self._compiled
+        if compiled.lazy_token < 0:
+            return [*compiled.tokenizer.tokenize_bytes(data)]
+        rest = data[len(compiled.lazy_trigger) :]
+        return [compiled.lazy_token, *(compiled.tokenizer.tokenize_bytes(rest) if rest else [])]
 
     def _bind(self, tokens: list[int]) -> bool:
         """The trigger is there: from now on the grammar holds. False where it cannot hold any more."""
