@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,8 @@ import pexpect
 import pytest
 
 from common.trace import SchedulerStep
-from tests.integration.server import ROOT, Server, eventually
+from tests.integration.server import Server, eventually
+from tests.unit.test_step_tool import Terminal
 from tests.unit.trace_events import check_file
 from tools.replay.lives import Run, read_lives
 from tools.replay.perfetto import write_perfetto
@@ -140,13 +140,22 @@ def test_the_simulator_reads_its_requests_and_costs(folder: Path) -> None:
     assert cost.a + cost.b + cost.c > 0 and steps > 100
 
 
-def test_single_step_mode_drives_the_real_worker(tiny_folder: Path) -> None:
-    arguments = ["-m", "tools.step", "--model", str(tiny_folder), "--requests", "2", "--max-tokens", "6",
-                 "--max-total-tokens", "256", "--no-color", "--keys", "ssse"]  # fmt: skip
-    output, status = pexpect.run(
-        f"{sys.executable} {' '.join(arguments)}", cwd=str(ROOT), timeout=200, withexitstatus=True
-    )
-    text = output.decode()
-    assert status == 0, text
-    assert f"worker process, {tiny_folder.name}" in text and "WAITING 0" in text and "RUNNING 0" in text
-    assert "TREE 0 nodes" not in text, "what was computed stays in the tree"
+def test_single_step_mode_drives_the_real_worker_key_by_key(tiny_folder: Path) -> None:
+    flags = ["--requests", "2", "--max-tokens", "6", "--max-total-tokens", "256", "--no-color"]
+    terminal = Terminal("--model", str(tiny_folder), *flags, timeout_s=250)
+    first = terminal.wait_for("quintet step 0,")
+    assert f"worker process, {tiny_folder.name}" in first and "2 arrive with the next step" in first
+    terminal.child.send(" ")
+    assert "RUNNING 1" in terminal.wait_for("quintet step 1,")
+    terminal.child.send("s")
+    screen = terminal.wait_for("quintet step 2,")
+    assert "SAMPLED by batch 1" in screen and "BATCH 2" in screen
+    terminal.child.send("k")
+    terminal.wait_for("the worker was killed")
+    terminal.child.send("e")
+    last = terminal.wait_for("RUNNING 0")
+    assert "WAITING 0" in last and "TREE 0 nodes" not in last, "what was computed stays in the tree"
+    terminal.child.send("q")
+    terminal.child.expect(pexpect.EOF)
+    terminal.child.close()
+    assert terminal.child.exitstatus == 0

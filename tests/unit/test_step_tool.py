@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pexpect
@@ -134,7 +135,8 @@ def test_without_a_terminal_it_says_what_to_do() -> None:
 class Terminal:
     """A real pseudo-terminal with a terminal emulator's screen behind it."""
 
-    def __init__(self, *flags: str, columns: int = 110, rows: int = 44) -> None:
+    def __init__(self, *flags: str, columns: int = 110, rows: int = 44, timeout_s: float = 120) -> None:
+        self._timeout_s = timeout_s
         self.screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self.screen)
         self.child = pexpect.spawn(
@@ -143,7 +145,8 @@ class Terminal:
 
     def wait_for(self, words: str, last: str = "q: quit") -> str:
         """Until the screen shows ``words`` and is drawn to its ``last``; returns the whole screen."""
-        for _ in range(600):
+        until = time.monotonic() + self._timeout_s
+        while time.monotonic() < until:
             shown = "\n".join(self.screen.display)
             if words in shown and last in shown:
                 return shown
@@ -151,6 +154,8 @@ class Terminal:
                 self._stream.feed(self.child.read_nonblocking(65536, timeout=0.2))
             except pexpect.TIMEOUT:
                 continue
+            except pexpect.EOF:
+                break
         raise AssertionError(f"{words!r} never came:\n" + "\n".join(self.screen.display))
 
 

@@ -118,9 +118,17 @@ class Engine:
         self._results.clear()
         self._slots = SlotReader(self._slots.page_size)
         self.shown.events = ["the worker was killed"]
-        ready = self._await(timeout_s)
-        self._send(self._advance(ready))
+        self._send(self._advance(self._await_new_worker(timeout_s)))
         self.start(timeout_s)
+
+    def _await_new_worker(self, timeout_s: float) -> list[ToScheduler]:
+        """What a worker that has just started says; what its predecessor had still answered is dropped."""
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until:
+            for answer in self.link.receive(0.5 if self._real_time else 0.0):
+                if isinstance(answer, WorkerReady) and answer.epoch == 0:
+                    return [answer]
+        raise ConfigError(f"the new worker was not ready within {timeout_s:g} s")
 
     @property
     def num_arriving(self) -> int:
