@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from tools.step.style import Style, clip, plain, to_svg
 from tools.step.view import Screen, page_cells
 
 ROOT = Path(__file__).resolve().parents[2]
+IMAGES = ROOT / "docs" / "images"
 
 
 def session(*flags: str) -> Session:
@@ -123,6 +125,16 @@ def test_the_picture_has_every_character_of_the_screen(tmp_path: Path, capsys: p
     drawn = "".join(ElementTree.parse(tmp_path / "a.svg").getroot().itertext())
     assert drawn.replace(" ", "").replace("\n", "") == shown.replace(" ", "").replace("\n", "")
     assert to_svg(["a < b & c"], 20).count("&lt;") == 1
+
+
+def test_the_readmes_picture_is_what_twelve_steps_look_like(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from xml.etree import ElementTree
+
+    assert step_main(["--keys", "s" * 12, "--svg", str(tmp_path / "a.svg")]) == 0
+    pictures = [ElementTree.parse(path).getroot() for path in (tmp_path / "a.svg", IMAGES / "step.svg")]
+    drawn, kept = (re.sub(r"decided in .*", "", "\n".join(picture.itertext())) for picture in pictures)
+    assert drawn == kept, "draw it again: python -m tools.step --keys ssssssssssss --svg docs/images/step.svg"
+    assert "![single-step mode](docs/images/step.svg)" in (ROOT / "README.md").read_text()
 
 
 def test_without_a_terminal_it_says_what_to_do() -> None:
