@@ -28,7 +28,7 @@ class DeviceIo(Protocol):
     device: torch.device
 
     def upload(self, array: NDArray[Any]) -> Tensor:
-        """The array on the device. The host does not wait, and may change the array at once."""
+        """The array on the device, contiguous. The host does not wait, and may change the array at once."""
         ...
 
     def download(self, tensor: Tensor) -> Download:
@@ -54,7 +54,7 @@ class HostIo:
 
     def upload(self, array: NDArray[Any]) -> Tensor:
         """See ``DeviceIo``."""
-        return torch.from_numpy(np.array(array))
+        return torch.from_numpy(np.array(array, order="C"))
 
     def download(self, tensor: Tensor) -> Download:
         """See ``DeviceIo``."""

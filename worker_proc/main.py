@@ -75,7 +75,7 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
     if rank:
         follow(context, loaded, inbox, pulse)
         return
-    sampler = make_sampler(loaded.device.type, threads, runner.vocab_size)
+    sampler = make_sampler(loaded.device, threads, runner.vocab_size)
     if loaded.group is not None:
         runner = lead(context, loaded)
     executor = StepExecutor(runner, sampler, make_grammar_backend(context, runner.vocab_size))
@@ -155,17 +155,29 @@ def describe(ready: WorkerReady, model: str, num_ranks: int = 1) -> dict[str, st
     }
 
 
-def make_sampler(device_type: str, threads: int, vocab_size: int) -> Sampler:
+def make_sampler(device: torch.device, threads: int, vocab_size: int) -> Sampler:
     """The sampler for where the logits are."""
-    if device_type != "cpu":
-        from worker_proc.sampling.torch_sampler import TorchSampler
-
-        return TorchSampler()
+    if device.type != "cpu":
+        return make_gpu_sampler(device)
     from worker_proc.sampling.cpu import CpuSampler
 
     sampler = CpuSampler(threads)
     sampler.warm_up(vocab_size)
     return sampler
+
+
+def make_gpu_sampler(device: torch.device) -> Sampler:
+    """Our Triton kernels, or torch's own operations where Triton is not installed."""
+    try:
+        from worker_proc.sampling.gpu import GpuSampler
+    except ImportError as error:
+        from worker_proc.sampling.torch_sampler import TorchSampler
+
+        log.warning("sampling without Triton's kernels: %s", error)
+        return TorchSampler()
+    from worker_proc.device_io import make_io
+
+    return GpuSampler(make_io(device))
 
 
 def make_grammar_backend(context: ProcessContext, vocab_size: int) -> GrammarBackend | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
@@ -24,13 +27,13 @@ CASES = {
 }
 
 
-def backend_for(spec: LayerSpec, page: int, context_length: int = 1000) -> object:
+def backend_for(spec: LayerSpec, page: int, dtype: torch.dtype = torch.float32) -> Any:
     from worker_proc.attention.triton_backend import TritonBackend
 
-    return TritonBackend((spec,), page, context_length, make_io(DEVICE))
+    return TritonBackend((spec,), page, 1000, dtype, make_io(DEVICE))
 
 
-def run(backend: object, case: Ragged, batch: PackedBatch, spec: LayerSpec, args: AttentionArgs) -> torch.Tensor:
+def run(backend: Any, case: Ragged, batch: PackedBatch, spec: LayerSpec, args: AttentionArgs) -> torch.Tensor:
     plan = backend.plan(batch)
     backend.write(case.new_key, case.new_value, case.keys, case.values, plan)
     return backend.attend(case.query, case.keys, case.values, plan, spec, args)
@@ -44,7 +47,7 @@ def test_mixed_steps_equal_plain_attention(name: str, dtype: torch.dtype) -> Non
     args = AttentionArgs(spec.key_dim**-0.5, softcap, None if sinks is None else sinks.to(DEVICE))
     page = {torch.float32: 16, torch.float16: 1, torch.bfloat16: 64}[dtype]
     case = ragged([(0, 1), (130, 1), (40, 9), (0, 37)], page, num_heads, spec, args, dtype)
-    assert_near(run(backend_for(spec, page), case, case.batch, spec, args), case.expected, dtype)
+    assert_near(run(backend_for(spec, page, dtype), case, case.batch, spec, args), case.expected, dtype)
 
 
 def test_long_contexts_are_split_and_joined() -> None:
@@ -77,8 +80,6 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_how_its_prompt_was_cut()
 
 def part_of(batch: PackedBatch, s: int, begin: int, end: int) -> PackedBatch:
     """Rows [begin, end) of sequence ``s`` as a step of their own."""
-    import numpy as np
-
     positions = batch.positions[begin:end]
     lens, start = positions[-1:] + 1, np.array([0, end - begin], np.int32)
     return PackedBatch(batch.ids[begin:end], positions, start, lens, batch.page_table[s : s + 1], start[1:] - 1)
@@ -89,7 +90,7 @@ def test_fp8_pools_are_written_and_read_as_torch_converts(dtype: torch.dtype) ->
     spec, args = LayerSpec(2, 64, 64), AttentionArgs(0.125)
     case = ragged([(33, 1), (20, 7)], 16, 4, spec, args, dtype, kv_dtype=pool_dtype("fp8_e4m3", dtype))
     assert case.keys.dtype == FP8
-    assert_near(run(backend_for(spec, 16), case, case.batch, spec, args), case.expected, dtype)
+    assert_near(run(backend_for(spec, 16, dtype), case, case.batch, spec, args), case.expected, dtype)
 
 
 def test_fp8_rounding_is_torchs_on_every_kind_of_value() -> None:

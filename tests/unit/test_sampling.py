@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.messages import SamplingParams
+from worker_proc.device_io import make_io
 from worker_proc.sampling import kernels
 from worker_proc.sampling.cpu import CpuSampler
 from worker_proc.sampling.request import LogprobRequest, SampleRequest
@@ -34,7 +35,27 @@ class OnTorch:
         return self._sampler.logprobs(torch.from_numpy(logits), requests)
 
 
-@pytest.fixture(params=[lambda: CpuSampler(1), lambda: CpuSampler(2), OnTorch], ids=["cpu", "cpu-2-threads", "torch"])
+class OnTriton:
+    """GpuSampler behind NumPy logits, under Triton's interpreter or on a GPU. ``block``: less than the vocabulary."""
+
+    def __init__(self) -> None:
+        pytest.importorskip("triton")
+        from worker_proc.sampling.gpu import GpuSampler
+
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._sampler = GpuSampler(make_io(self._device), block=256)
+
+    def sample(self, logits: F32, requests: list[SampleRequest]) -> Any:
+        return self._sampler.sample(torch.from_numpy(logits).to(self._device), requests)
+
+    def logprobs(self, logits: F32, requests: list[LogprobRequest]) -> Any:
+        return self._sampler.logprobs(torch.from_numpy(logits).to(self._device), requests)
+
+
+@pytest.fixture(
+    params=[lambda: CpuSampler(1), lambda: CpuSampler(2), OnTorch, OnTriton],
+    ids=["cpu", "cpu-2-threads", "torch", "triton"],
+)
 def sampler(request: pytest.FixtureRequest) -> Any:
     return request.param()
 
@@ -117,7 +138,10 @@ def test_draws_follow_the_filtered_distribution(params: dict[str, Any]) -> None:
 def test_same_draw_on_cpu_and_torch() -> None:
     logits = random_logits(40, seed=5)
     requests = [request_for(r, index=r, seed=r * 7, temperature=0.9, top_p=0.9, top_k=50) for r in range(40)]
-    assert CpuSampler(1).sample(logits, requests)[0].tolist() == OnTorch().sample(logits, requests)[0].tolist()
+    want = CpuSampler(1).sample(logits, requests)[0].tolist()
+    assert want == OnTorch().sample(logits, requests)[0].tolist()
+    few = slice(0, 6)  # the interpreter is slow
+    assert want[few] == OnTriton().sample(logits, requests[few])[0].tolist()
 
 
 def test_result_does_not_depend_on_the_batch(sampler: Any) -> None:
@@ -238,6 +262,26 @@ def test_mask_is_obeyed_and_an_empty_one_fails_the_row_alone(sampler: Any) -> No
         draws.add(int(tokens[0]))
         assert bad.tolist() == [False, True, False]
     assert draws == {7, 31, 63, 698}
+
+
+@pytest.mark.parametrize("size", [31, 700, 4096, 5000])
+def test_the_greedy_choice_under_a_mask_is_the_plain_one(size: int) -> None:
+    rng = np.random.default_rng(size)
+    words = -(-size // 32)
+    for trial in range(200):
+        row = np.round(rng.standard_normal(size) * rng.choice([0.5, 4.0])).astype(np.float32)  # many ties
+        for value in (np.nan, np.inf, -np.inf) if trial % 4 == 0 else ():
+            row[rng.integers(size, size=2)] = value
+        bits = rng.random(words * 32) < rng.choice([0.002, 0.3, 0.999])
+        bits[: 32 * rng.integers(words)] |= trial % 3 == 0
+        mask = np.packbits(bits, bitorder="little").view(np.int32)
+        mask = mask[: rng.integers(1, words + 1)] if trial % 5 == 0 else mask
+        token, peak = kernels.argmax_allowed(row, mask)
+        plain = row.copy()
+        kernels.apply_mask(plain, mask)
+        np.testing.assert_equal(peak, plain.max())
+        if np.isfinite(peak):
+            assert token == plain.argmax()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -90,7 +90,7 @@ def build(name: str, needs: AttentionNeeds) -> AttentionBackend:
     if name == "triton":
         from worker_proc.attention.triton_backend import TritonBackend
 
-        return TritonBackend(needs.specs, needs.page_size, needs.context_length, make_io(needs.device))
+        return TritonBackend(needs.specs, needs.page_size, needs.context_length, needs.dtype, make_io(needs.device))
     if name == "varlen":
         attention = find_varlen()
         if attention is not None:

@@ -60,15 +60,19 @@ class TritonBackend:
     """The ``AttentionBackend`` of our own kernels.
 
     ``context_length``: the longest sequence there can be; it alone decides where contexts are cut.
+    ``dtype``: of the queries.
     """
 
     name = "triton"
     fits_graphs = True
 
-    def __init__(self, specs: tuple[LayerSpec, ...], page_size: int, context_length: int, io: DeviceIo) -> None:
+    def __init__(
+        self, specs: tuple[LayerSpec, ...], page_size: int, context_length: int, dtype: torch.dtype, io: DeviceIo
+    ) -> None:
         self._page_size = page_size
         self._split_len = choose_split_len(context_length)
-        self._widest = max(specs, key=lambda spec: spec.key_dim)
+        self._widest = max((max(spec.key_dim, spec.value_dim) for spec in specs), default=0)
+        self._itemsize = dtype.itemsize
         self._io = io
 
     def plan(self, batch: PackedBatch) -> DevicePlan:
@@ -77,7 +81,7 @@ class TritonBackend:
         sequence_of_row = np.repeat(np.arange(query_lens.size), query_lens)
         cells = cells_of(batch.page_table[sequence_of_row, batch.positions // page], batch.positions, page)
         single, several = np.flatnonzero(query_lens == 1), np.flatnonzero(query_lens > 1)
-        block_m = query_block(int(query_lens.max(initial=1)), self._widest)
+        block_m = query_block(int(query_lens.max(initial=1)), self._widest, self._itemsize)
         num_blocks = -(-query_lens[several] // block_m)
         first = np.concatenate([np.arange(n) * block_m for n in num_blocks]) if several.size else several
         tensors = self._upload(

@@ -73,9 +73,12 @@ def _extend(query, keys, values, block_sequence, block_first, query_start, table
              mask=live_m[:, None] & (at_v < VALUE_DIM)[None, :])  # fmt: skip
 
 
-def query_block(longest: int, spec: LayerSpec) -> int:
-    """Queries of one program, for the longest run of new tokens in the step: 16 to 128."""
-    most = 128 if padded(spec.key_dim) <= 128 else 64
+def query_block(longest: int, widest: int, itemsize: int) -> int:
+    """Queries of one program: 16 to 128, for the longest run of new tokens in the step and the widest head.
+
+    float32 products do not run on tensor cores, and larger tiles of them spill registers.
+    """
+    most = 32 if itemsize > 2 else 128 if padded(widest) <= 128 else 64
     return min(padded(longest), most)
 
 
@@ -97,6 +100,7 @@ def extend_attention(
         out.stride(0), out.stride(1), table.stride(0), args.scaling, args.softcap, NUM_KV=spec.num_kv_heads,
         GROUPS=num_heads // spec.num_kv_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, PAGE=page_size,
         WINDOW=spec.window, CHUNK=spec.chunk, CAPPED=args.softcap > 0, SINKS=args.sinks is not None,
-        UPCAST=needs_upcast(query.dtype), BLOCK_M=block_m, BLOCK_N=64 if block_k <= 128 else 32,
+        UPCAST=needs_upcast(query.dtype), BLOCK_M=block_m,
+        BLOCK_N=64 if block_k <= 128 and query.itemsize == 2 else 32,
         BLOCK_K=block_k, BLOCK_V=padded(spec.value_dim), num_warps=8 if block_m >= 128 else 4, num_stages=2,
     )  # fmt: skip
