@@ -21,7 +21,7 @@ PHASES = {
     "waiting": "waiting in the queue",
 }
 DECODING = ("greedy", "sampled", "json", "n=2")
-NUM_TOKENS = 800
+NUM_TOKENS = 600
 """So that a stream is still far from its end when its cell's fault comes."""
 PREFILL_CHUNK = 16
 _SENTENCE = "It is over there, by the river. un deux trois quatre cinq six sept. That is the question. "

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import table
+from tests.faults.faults import START_S
 from tests.faults.scene import SERVER_ARGS, undisturbed
 from tests.faults.streams import Reply
 from tests.integration.server import Server
@@ -30,21 +31,36 @@ def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class Fleet:
+    """The servers of the cells, by key: one is used at a time, and one more may be starting meanwhile."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._servers: dict[str, Server] = {}
+
+    def get(self, key: str, then: str = "") -> Server:
+        """The server of that key, ready; those of other keys end. ``then``: the key that will be asked for next,
+        whose server begins to start."""
+        for old in [name for name in self._servers if name not in (key, then)]:
+            self._servers.pop(old).close()
+        for name in filter(None, (key, then)):
+            if name not in self._servers:
+                self._servers[name] = Server(["--model", str(self._folder), *SERVER_ARGS])
+        server = self._servers[key]
+        return server if server.url else server.wait_ready(START_S)
+
+    def close(self) -> None:
+        """End all."""
+        for server in self._servers.values():
+            server.close()
+
+
 @pytest.fixture(scope="session")
-def fleet(long_folder: Path) -> Iterator[Callable[[str], Server]]:
-    """``fleet(key)``: the server of that key, started when it is first asked for; the one before ends."""
-    running: dict[str, Server] = {}
-
-    def get(key: str) -> Server:
-        if key not in running:
-            for old in list(running):
-                running.pop(old).close()
-            running[key] = Server(["--model", str(long_folder), *SERVER_ARGS]).wait_ready()
-        return running[key]
-
-    yield get
-    for server in running.values():
-        server.close()
+def fleet(long_folder: Path) -> Iterator[Fleet]:
+    """The servers of this run."""
+    servers = Fleet(long_folder)
+    yield servers
+    servers.close()
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +70,7 @@ def expected() -> dict[str, Reply]:
 
 
 @pytest.fixture(scope="session")
-def reference(fleet: Callable[[str], Server], expected: dict[str, Reply]) -> Callable[[Server], dict[str, Reply]]:
+def reference(expected: dict[str, Reply]) -> Callable[[Server], dict[str, Reply]]:
     """``reference(server)``: the undisturbed replies."""
 
     def get(server: Server) -> dict[str, Reply]:

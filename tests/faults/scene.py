@@ -17,7 +17,7 @@ NUM_TRIES = 5
 SERVER_ARGS = [
     "--device", "cpu", "--cpu-threads", "1", "--dtype", "auto", "--max-total-tokens", "65536", "--gateways", "2",
     "--max-running-requests", str(MAX_RUNNING), "--chunked-prefill-size", str(PREFILL_CHUNK),
-    "--hang-timeout-s", "4", "--max-restarts", "100", "--drain-seconds", "120",
+    "--hang-timeout-s", "3", "--max-restarts", "100", "--drain-seconds", "120",
 ]  # fmt: skip
 """A pool in which nobody is preempted, and restarts without end: it is we who kill."""
 DOOMED, OTHER = "gateway-0", "gateway-1"

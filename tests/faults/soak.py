@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.faults.cells import ROLES
-from tests.faults.faults import check_whole, engine_state
+from tests.faults.faults import START_S, check_whole, engine_state
 from tests.faults.streams import Reply, Stream, connect
 from tests.faults.traffic import KNOWN, Traffic
 from tests.faults.watch import Watch, open_files
@@ -145,7 +145,7 @@ def soak(folder: Path, seconds: float, seed: int = 1) -> tuple[list[str], list[s
     """Start a server on the model in ``folder``, soak it, end it; (report, faults found)."""
     server = Server(["--model", str(folder), *SERVER_ARGS])
     try:
-        return Soak(server.wait_ready(), seconds, seed).run()
+        return Soak(server.wait_ready(START_S), seconds, seed).run()
     finally:
         server.close()
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-READ_TIMEOUT_S = 150.0
+READ_TIMEOUT_S = 300.0
 """No read waits longer: a stream that is never answered fails its cell instead of the whole run."""
 CONNECT_TRIES = 200
 
