@@ -47,6 +47,7 @@ class Ingest:
             self._refuse(message, refusal)
             return
         self.state.next_seq += 1
+        self.state.pacing.arrived = now
         self.state.metrics.num_requests_total += req.counted
         self.life.enqueue(req)
         self._start_timers(req, now)

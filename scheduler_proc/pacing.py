@@ -5,6 +5,9 @@ newcomer wait for two steps; sent shortly before that one ends, for the rest of 
 ``lead_s`` before the end that the measured cost of steps foretells. Steps do not keep to forecasts, and a worker
 that waits is time lost for all: each late batch raises the lead by half, each one in time lowers it by a
 hundredth, so that about one in forty is late, by a fraction of a millisecond.
+
+Holding costs the scheduler a second turn for each step. When nobody has come for a while it does not hold: then
+there are no prefill chunks either, and two steps are short.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ MIN_LEAD_S = 0.0015
 MAX_LEAD_S = 0.025
 LATE_S = 0.0005
 """Idle for longer than this before a step that was held: its batch came late."""
+QUIET_S = 1.0
+"""Nobody has come for so long: the next batch is sent at once."""
 _RAISE, _LOWER = 1.5, 0.99
 
 
@@ -37,6 +42,8 @@ class Pacing:
     lead_s: float = FIRST_LEAD_S
     began: float = 0.0
     """time.time() at which the oldest batch in flight began to run, as far as the scheduler can tell."""
+    arrived: float = float("-inf")
+    """time.time() of the last newcomer."""
     holding: bool = False
     """The next batch would have been sent already, were it not for this."""
     held_step: int = -1
@@ -57,8 +64,10 @@ class Pacing:
             self.lead_s = min(max(lead_s, MIN_LEAD_S), MAX_LEAD_S)
 
     def send_at(self, in_flight: deque[InFlight], cost: StepCost) -> float:
-        """When the next batch is due: -inf (now) unless one of known cost is running."""
-        running_s = expected_s(in_flight[0], cost) if in_flight else 0.0
+        """When the next batch is due: -inf (now) unless one of known cost is running and newcomers are about."""
+        if not in_flight or self.began - self.arrived > QUIET_S:
+            return float("-inf")
+        running_s = expected_s(in_flight[0], cost)
         return self.began + running_s - self.lead_s if running_s else float("-inf")
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from common.messages import StepResult
 from scheduler_proc.cost import StepCost
-from scheduler_proc.pacing import FIRST_LEAD_S, LATE_S, MAX_LEAD_S, MIN_LEAD_S, Pacing, expected_s
+from scheduler_proc.pacing import FIRST_LEAD_S, LATE_S, MAX_LEAD_S, MIN_LEAD_S, QUIET_S, Pacing, expected_s
 from scheduler_proc.state import InFlight
 from tests.unit.sched_support import Rig, request
 
@@ -38,19 +38,26 @@ def test_nothing_is_foretold_of_steps_never_measured() -> None:
 
 
 def test_the_second_batch_is_due_shortly_before_the_first_one_ends() -> None:
-    pacing = Pacing()
+    pacing = Pacing(arrived=9.9)
     pacing.sent(1, 1, now=10.0)
     assert pacing.send_at(deque([flight(0)]), cost()) == pytest.approx(10.0 + DECODE_S - FIRST_LEAD_S)
     assert pacing.send_at(deque(), cost()) == float("-inf")
 
 
 def test_it_begins_when_the_one_before_it_returns() -> None:
-    pacing = Pacing()
+    pacing = Pacing(arrived=9.9)
     pacing.sent(1, 1, now=10.0)
     pacing.sent(2, 2, now=10.017)
     assert pacing.began == 10.0
     pacing.returned(StepResult(epoch=1, step=1), now=10.021)
     assert pacing.send_at(deque([flight(0)]), cost()) == pytest.approx(10.021 + DECODE_S - FIRST_LEAD_S)
+
+
+def test_when_nobody_has_come_for_a_while_nothing_is_held() -> None:
+    pacing = Pacing(arrived=10.0)
+    for began, held_back in ((10.0 + QUIET_S / 2, True), (10.0 + 2 * QUIET_S, False)):
+        pacing.sent(1, 1, now=began)
+        assert (pacing.send_at(deque([flight(0)]), cost()) > began) == held_back
 
 
 def held(pacing: Pacing, step: int, idle_s: float) -> float:
