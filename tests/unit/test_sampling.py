@@ -279,7 +279,7 @@ def test_the_greedy_choice_under_a_mask_is_the_plain_one(size: int) -> None:
         token, peak = kernels.argmax_allowed(row, mask)
         plain = row.copy()
         kernels.apply_mask(plain, mask)
-        np.testing.assert_equal(peak, plain.max())
+        assert peak == plain.max() or (np.isnan(peak) and np.isnan(plain.max()))
         if np.isfinite(peak):
             assert token == plain.argmax()
 

@@ -45,7 +45,8 @@ class CpuSampler:
         params = SamplingParams(temperature=1.0, top_k=5, top_p=0.5, min_p=0.01, repetition_penalty=1.1)
         ids, mask = np.array([1, 0], np.int32), np.full(-(-vocab_size // 32), -1, np.int32)
         logits = np.linspace(0, 1, vocab_size, dtype=np.float32)[None]
-        self.sample(logits, [SampleRequest(0, params, 0, ids, 1, mask=mask)])
+        for each in (params, SamplingParams(temperature=0.0)):
+            self.sample(logits, [SampleRequest(0, each, 0, ids, 1, mask=mask)])
         self.logprobs(logits, [LogprobRequest(0, 0, 1)])
 
     def sample(self, logits: Any, requests: Sequence[SampleRequest]) -> tuple[I32, NDArray[np.bool_]]:
@@ -53,12 +54,16 @@ class CpuSampler:
         tokens = np.zeros(len(requests), np.int32)
         peaks = np.zeros(len(requests), np.float32)
         rows = np.array([request.logit_row for request in requests], np.int64)
-        plain = np.array([request.is_plain for request in requests], bool)
-        for r in np.flatnonzero(plain).tolist():
+        others = []
+        for r, request in enumerate(requests):
             row = logits[rows[r]]
-            tokens[r] = row.argmax()  # NumPy's argmax stops at the first NaN, so the peak shows it
-            peaks[r] = row[tokens[r]]
-        others = np.flatnonzero(~plain).tolist()
+            if not request.is_argmax:
+                others.append(r)
+            elif request.mask is not None:
+                tokens[r], peaks[r] = kernels.argmax_allowed(row, request.mask)
+            else:
+                tokens[r] = row.argmax()  # NumPy's argmax stops at the first NaN, so the peak shows it
+                peaks[r] = row[tokens[r]]
         if others:
             draws = draws_of([requests[r] for r in others])
 

@@ -56,6 +56,43 @@ def apply_mask(work, mask):  # type: ignore[no-untyped-def]  # pragma: no cover
 
 
 @numba.njit(cache=True, nogil=True)
+def _num_not_below(values, best):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """How many of a slice are above ``best`` or NaN, in vector code."""
+    count = np.int32(0)
+    for i in range(values.size):
+        count += np.int32(not (values[i] <= best))
+    return count
+
+
+@numba.njit(cache=True, nogil=True)
+def argmax_allowed(row, mask):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """(id, logit) of the first maximum of ``row`` [V] among the ids whose bit in ``mask`` is 1; nothing is copied.
+
+    The logit is NaN if an allowed one is, and -inf (with id 0) where none is above that. Runs of words that
+    allow everything, the bulk of a mask within a string, are looked into only where they hold something greater.
+    """
+    best, token = np.float32(-np.inf), 0
+    num_words = min((row.size + 31) // 32, mask.size)
+    word = 0
+    while word < num_words:
+        first, word = word, word + 1
+        if mask[first] == 0:
+            continue
+        if mask[first] == -1:
+            while word < num_words and word - first < BLOCK // 32 and mask[word] == -1:
+                word += 1
+            if _num_not_below(row[32 * first : 32 * word], best) == 0:
+                continue
+        for token_id in range(32 * first, min(32 * word, row.size)):
+            bits = mask[token_id // 32]
+            if (bits >> np.int32(token_id % 32)) & np.int32(1) and not row[token_id] <= best:
+                best, token = row[token_id], token_id
+                if best != best:
+                    return token, best
+    return token, best
+
+
+@numba.njit(cache=True, nogil=True)
 def _sort_candidates(values, members, n):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Sort members[:n] by value descending, id ascending (insertion sort; n is small or nearly sorted)."""
     for i in range(1, n):

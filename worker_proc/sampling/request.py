@@ -58,13 +58,12 @@ class SampleRequest:
     @property
     def is_plain(self) -> bool:
         """The id is the argmax of the raw logits."""
-        return (
-            self.is_greedy
-            and not self.has_penalties
-            and not self.params.logit_bias
-            and not self.bans_ends
-            and self.mask is None
-        )
+        return self.mask is None and self.is_argmax
+
+    @property
+    def is_argmax(self) -> bool:
+        """The id is the argmax of the raw logits, among those that the mask allows."""
+        return self.is_greedy and not self.has_penalties and not self.params.logit_bias and not self.bans_ends
 
 
 @dataclass(frozen=True, slots=True)
