@@ -58,6 +58,14 @@ class Gateways:
             finish = Finish("abort", message="the gateway was unreachable; its requests were aborted")
             self.state.refused.append(RefusedRow(rid, attempt, lease.gateway, finish))
 
+    def replaced(self, generations: dict[str, int]) -> None:
+        """The supervisor has started these generations: what came before them is dead, and its lease need not run
+        out first. A gateway that is not the supervisor's (on another host) is not among them."""
+        for name, gateway in list(self.known.items()):
+            if generations.get(name, gateway.generation) > gateway.generation:
+                self.drop(name)
+                self.orphans.pop(name, None)
+
     def expire(self, now: float) -> None:
         """Drop gateways whose lease ran out.
 

@@ -155,6 +155,7 @@ class Scheduler:
             case WorkerReady():
                 self.workers.ready(message)
             case Fleet():
+                self.gateways.replaced(message.generations)
                 if self.ingest.fleet(message, self.generations):
                     self.workers.lost("the worker was replaced")
             case TokenizerReady():

@@ -109,6 +109,19 @@ def test_a_gateway_that_was_only_slow_hears_of_the_end_of_its_requests() -> None
     assert [(row.rid, row.attempt, row.finish.reason) for row in rig.refused] == [("a", 0, "abort")]
 
 
+def test_a_gateway_that_was_replaced_is_gone_before_its_successor_says_a_word() -> None:
+    rig = Rig()
+    rig.step(rig.lease(), rig.lease("gateway-1"), rig.lease("far"), request("a", P6, 99))
+    rig.turn()
+    rig.step(Fleet(generations={"gateway-0": 1, "gateway-1": 0}))
+    assert rig.reader.gone == [GATEWAY] and "a" not in rig.scheduler.state.reqs
+    rig.step(rig.lease(generation=1), request("b", P6, 2))
+    rig.step(Fleet(generations={"gateway-0": 1, "gateway-1": 0}))
+    rig.finish()
+    assert rig.reader.gone == [GATEWAY] and rig.ids("b") == expected(P6, 2)
+    assert rig.free + rig.cached == 64
+
+
 def test_the_successor_of_a_gateway_starts_with_nothing_of_its() -> None:
     rig = Rig()
     rig.step(rig.lease(), request("a", P6, 99))
