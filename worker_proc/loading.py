@@ -20,6 +20,8 @@ from transformers.utils import logging as hf_logging
 from common.config import ServerConfig
 from common.errors import ConfigError
 from worker_proc.generic.packed_linear import pack_linears
+from worker_proc.generic.progress import loading_told
+from worker_proc.generic.quantized import check_complete, explained, how_it_runs, quantization_of
 from worker_proc.generic.refusals import check_supported
 from worker_proc.generic.runner import GenericRunner
 from worker_proc.generic.selfcheck import compare, reference_logits
@@ -214,23 +216,37 @@ def load_model(
 ) -> Any:
     """The transformers model in eval mode on the device, or this rank's part of it.
 
-    Random weights with --load-format dummy.
+    Random weights with --load-format dummy. Files are mapped, and read tensor by tensor onto the device.
     """
+    method = quantization_of(hf_config)
     if group is not None:
-        model = load_shard(config, hf_config, dtype, device, group, progress)
+        with loading_told(progress):
+            model = load_shard(config, hf_config, dtype, device, group)
     elif config.model.load_format == "dummy":
         torch.manual_seed(config.model.random_seed)
-        model = AutoModelForCausalLM.from_config(
-            hf_config, dtype=dtype, trust_remote_code=config.model.trust_remote_code
-        )
+        with device:
+            model = AutoModelForCausalLM.from_config(
+                hf_config, dtype=dtype, trust_remote_code=config.model.trust_remote_code
+            )
     else:
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                config.model_dir, config=hf_config, dtype=dtype, trust_remote_code=config.model.trust_remote_code
-            )
+            with loading_told(progress), explained(method):
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    config.model_dir,
+                    config=hf_config,
+                    dtype=dtype,
+                    trust_remote_code=config.model.trust_remote_code,
+                    device_map={"": device} if device.type == "cuda" else None,
+                    output_loading_info=True,
+                )
         except OSError as error:
             raise ConfigError(f"cannot load the weights in {config.model_dir}: {error}") from error
-    return model.eval().requires_grad_(False).to(device)
+        check_complete(report, config.model_dir)
+        if method:
+            log.info("the checkpoint is quantized by %s; %s", method, how_it_runs(model))
+        else:
+            model = model.to(device)
+    return model.eval().requires_grad_(False)
 
 
 def allocate(

@@ -7,8 +7,7 @@ a model whose parameters have the rank's shape, and a checkpoint whose tensors h
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,20 +21,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from common.config import ServerConfig
 from common.errors import ConfigError
+from worker_proc.generic.quantized import check_complete, quantization_of
 from worker_proc.parallel.group import RankGroup
 from worker_proc.parallel.layers import connect, shrink
 from worker_proc.parallel.plan import ShardPlan, make_plan
 from worker_proc.parallel.shares import Cut
 
-SAY_EVERY_S = 2.0
-
 
 class PartOfTensor:
     """A tensor of a safetensors file as a rank sees it; read when it is asked for all of it (``[...]``)."""
 
-    def __init__(self, source: Any, cut: Cut | None, on_read: Callable[[], None]) -> None:
+    def __init__(self, source: Any, cut: Cut | None) -> None:
         """``source``: safetensors' ``get_slice``; ``cut``: None for the whole tensor."""
-        self._source, self._cut, self._on_read = source, cut, on_read
+        self._source, self._cut = source, cut
 
     def get_shape(self) -> list[int]:
         """Shape of the rank's part."""
@@ -50,7 +48,6 @@ class PartOfTensor:
         """The part, read now."""
         if index is not Ellipsis:
             raise TypeError("a part of a tensor is read whole: part[...]")
-        self._on_read()
         if self._cut is None:
             whole: Tensor = self._source[...]
             return whole
@@ -65,7 +62,6 @@ def load_shard(
     dtype: torch.dtype,
     device: torch.device,
     group: RankGroup,
-    progress: Callable[[str], None],
 ) -> Any:
     """The rank's part of a model, on the device, with its transfers; random weights with --load-format dummy.
 
@@ -75,6 +71,8 @@ def load_shard(
     if model_class is None:
         kind = hf_config.model_type
         raise ConfigError(f"--tp-size {group.size}: {kind} has code of its own and cannot be split; use --tp-size 1")
+    if method := quantization_of(hf_config):
+        raise ConfigError(f"--tp-size {group.size}: weights quantized by {method!r} cannot be split; use --tp-size 1")
     folder = None if config.model.load_format == "dummy" else Path(config.model_dir)
     plans: list[ShardPlan] = []
 
@@ -93,7 +91,7 @@ def load_shard(
         else:
             with torch.device("meta"):
                 outline = model_class(hf_config)
-            tensors = dict(_parts(outline, make_plan(outline, group.size, group.rank), folder, files, progress))
+            tensors = dict(_parts(outline, make_plan(outline, group.size, group.rank), folder, files))
         model, report = rank_class.from_pretrained(
             None, config=hf_config, state_dict=tensors, dtype=dtype, device_map={"": device}, output_loading_info=True
         )
@@ -102,16 +100,13 @@ def load_shard(
         for name, parameter in model.named_parameters():
             if name not in plan.cuts:  # what every rank holds must be the same
                 group.copy_from_first(parameter.data)
-    elif report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
-        raise ConfigError(f"{folder}: {len(missing)} weights are missing, among them {missing[0]}")
+    else:
+        check_complete(report, folder)
     connect(model, plan, group)
     return model
 
 
-def _parts(
-    model: nn.Module, plan: ShardPlan, folder: Path, files: ExitStack, progress: Callable[[str], None]
-) -> Iterator[tuple[str, PartOfTensor]]:
+def _parts(model: nn.Module, plan: ShardPlan, folder: Path, files: ExitStack) -> Iterator[tuple[str, PartOfTensor]]:
     """Every checkpoint tensor by name, cut as the parameter it goes into."""
     sources = _open(folder, files)
     state: dict[str, Any] = model.state_dict()
@@ -119,7 +114,6 @@ def _parts(
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
     renamings = [one for one in transforms if not isinstance(one, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    steps = _Steps(len(sources), progress)
     for key, source in sources.items():
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if target not in state and key in state:
@@ -127,7 +121,7 @@ def _parts(
         cut = plan.cuts.get(target)
         if cut is not None and pattern is not None:
             cut = _cut_before(by_pattern[pattern], cut, target)
-        yield key, PartOfTensor(source, cut, steps.one)
+        yield key, PartOfTensor(source, cut)
 
 
 def _cut_before(converter: WeightConverter, cut: Cut, target: str) -> Cut:
@@ -164,19 +158,3 @@ def _open(folder: Path, files: ExitStack) -> dict[str, Any]:
             raise ConfigError(f"cannot read {folder / name}: {error}; --tp-size needs safetensors files") from error
         found |= {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118
     return found
-
-
-class _Steps:
-    """Says every few seconds how far the loading is. Called from the loader's threads."""
-
-    def __init__(self, total: int, progress: Callable[[str], None]) -> None:
-        self._total, self._progress, self._done = total, progress, 0
-        self._said_at = time.monotonic()
-
-    def one(self) -> None:
-        """Another tensor is being read."""
-        self._done += 1
-        now = time.monotonic()
-        if now - self._said_at >= SAY_EVERY_S:
-            self._said_at = now
-            self._progress(f"loading weights: {self._done} of {self._total} tensors")
