@@ -23,6 +23,8 @@ from launcher.notify import Notifier
 log = logging.getLogger(__name__)
 
 TURN_S = 0.05
+JUDGE_S = 0.25
+"""How often the children are looked at for signs of hanging: a read of /proc for each."""
 SLEPT_S = 2.0
 """A turn that took longer than this did not run: the machine or the supervisor was stopped."""
 FLEET_EVERY_S = 0.5
@@ -53,6 +55,7 @@ class Supervisor:
         self._notifier = Notifier()
         self._last_turn = time.monotonic()
         self._last_fleet = 0.0
+        self._last_judged = 0.0
         self._was_ready = False
         self._draining = False
         self._num_stop_signals = 0
@@ -175,11 +178,13 @@ class Supervisor:
     def _judge(self, now: float) -> None:
         runtime = self._config.runtime
         for child in self._children:
-            if child.kill_at is not None:
-                if now >= child.kill_at:
-                    child.kill_group()
-                continue
-            if not child.running:
+            if child.kill_at is not None and now >= child.kill_at:
+                child.kill_group()
+        if now - self._last_judged < JUDGE_S:
+            return
+        self._last_judged = now
+        for child in self._children:
+            if child.kill_at is not None or not child.running:
                 continue
             others_ready = child.spec.role == "worker" or all(c.ready for c in self._children if c is not child)
             reason = why_hung(
