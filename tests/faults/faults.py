@@ -188,7 +188,8 @@ def engine_state(server: Server) -> dict[str, Any] | None:
 
 
 def check_whole(server: Server) -> None:
-    """Idle and ready, every page free or in the cache, no bookkeeping found wrong. Waits for the first two."""
+    """Idle and ready, every page free or in the cache, every request ended once, no bookkeeping found wrong. Waits
+    for the first two."""
 
     state: dict[str, Any] = {}
 
@@ -199,6 +200,8 @@ def check_whole(server: Server) -> None:
     eventually(idle, BACK_S, "ready and idle again")
     assert state["num_used_tokens"] == 0, f"pages are held with nothing running: {state}"
     assert state["num_invariant_failures_total"] == 0, server.log
+    ended = sum(count for name, count in state.items() if name.startswith("num_finished_requests_total_"))
+    assert state["num_requests_total"] == ended, f"{state['num_requests_total']} requests and {ended} endings: {state}"
     total = server.pages()
     cached = state["num_cached_tokens"] // 16
     assert state["num_free_pages"] + cached == total, f"{state['num_free_pages']} free + {cached} cached of {total}"
