@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ STREAM: dict[str, Any] = {"messages": CHAT, "stream": True}
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    with live_gateway() as pair:
+    with live_gateway(stream_buffer_bytes=64 << 20) as pair:
         yield pair
 
 
@@ -91,7 +92,7 @@ def test_every_step_is_one_chunk_and_wakes_no_task(live: Live, monkeypatch: pyte
 
 
 def test_a_reader_that_pauses_gets_every_byte_in_order(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces = tuple(f"{i:06d}" + "x" * 20_000 for i in range(200))
+    pieces = tuple(f"{i:06d}" + "x" * 20_000 for i in range(600))
     writes = watch_writes(monkeypatch)
     with live.script(lambda _: Script(pieces=pieces), auto=False):
         connection = connect(live, "POST /v1/chat/completions HTTP/1.1\r\nConnection: close", STREAM, 65536)
@@ -100,8 +101,11 @@ def test_a_reader_that_pauses_gets_every_byte_in_order(live: Live, monkeypatch: 
             live.engine.step()
             num_steps += 1
             eventually(lambda seen=num_steps: next(iter(live.open.values())).num_ids == seen)
-        live.engine.step(len(pieces) - num_steps)
-        _, _, body = read_to_end(connection).partition(b"\r\n\r\n")
+        live.engine.step(5)
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(read_to_end, connection)
+            live.engine.auto = True
+            _, _, body = reading.result(20).partition(b"\r\n\r\n")
     found = b"".join(chunks_of(body)).decode()
     assert joined(events(found)) == "".join(pieces)
     assert True in writes
