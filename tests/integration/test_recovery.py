@@ -20,9 +20,22 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 NUM_TOKENS = 1500
 KILL_AT = 15
 """Events after which the process is killed: early enough that most of the stream is still to come."""
+RECORDS: dict[str, Any] = {
+    "type": "array", "minItems": 2000, "items": {
+        "type": "object", "additionalProperties": False, "required": ["a_rather_long_key", "name", "is_final"],
+        "properties": {
+            "a_rather_long_key": {"type": "integer", "minimum": 0, "maximum": 999},
+            "name": {"type": "string", "maxLength": 9}, "is_final": {"type": "boolean"},
+        },
+    },
+}  # fmt: skip
+"""Of which no word is as short as the streams: they end within it."""
 BODIES: dict[str, dict[str, Any]] = {
     "greedy": completion_body("to be or not to be", max_tokens=NUM_TOKENS),
     "sampled": completion_body("Where is the station?", max_tokens=NUM_TOKENS, temperature=0.9, top_p=0.9, seed=11),
+    "constrained": completion_body(
+        "A list:", max_tokens=NUM_TOKENS, temperature=1.0, seed=3, ignore_eos=False, json_schema=RECORDS
+    ),
     "stopped": completion_body("un deux trois", max_tokens=NUM_TOKENS, temperature=0.7, seed=5, stop=["zzzz"]),
 }
 
