@@ -126,6 +126,7 @@ class RuntimeConfig(_Section, frozen=True, kw_only=True):
     log_level: Annotated[Literal["debug", "info", "warning", "error"], flag("log level")] = "info"
     log_format: Annotated[Literal["text", "json"], flag("one JSON object per line, or text")] = "text"
     trace: Annotated[str, flag("folder for traces of every decision; empty: off")] = ""
+    trace_mib: Annotated[int, flag("most MiB of trace per process; the oldest goes first", ge=1)] = 256
     drain_seconds: Annotated[float, flag("after SIGTERM: time for what runs to finish", ge=0)] = 30.0
     start_timeout_s: Annotated[float, flag("longest time until every process is ready", gt=0)] = 600.0
     hang_timeout_s: Annotated[

@@ -33,7 +33,7 @@ from common.channels import Channels, Sender
 from common.config import ServerConfig
 from common.errors import ConfigError
 from common.messages import Heartbeat
-from common.trace import TraceWriter
+from common.trace import SEGMENTS, TraceWriter
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +165,8 @@ def open_trace(context: ProcessContext) -> TraceWriter | None:
         context.index,
         context.generation,
         config=config_file.save(msgspec.structs.replace(config, http=http)),
+        segment_bytes=(config.runtime.trace_mib << 20) // SEGMENTS,
+        total_bytes=config.runtime.trace_mib << 20,
     )
 
 

@@ -35,9 +35,10 @@ from common.messages import ForwardBatch, Generate, Message, TextBatch, Tokenize
 log = logging.getLogger(__name__)
 
 VERSION = 1
-SEGMENT_BYTES = 16 << 20
 TOTAL_BYTES = 256 << 20
-"""Per process, all its generations together."""
+"""Per process, all its generations together: the default of ``--trace-mib``."""
+SEGMENTS = 16
+"""A full trace is in so many files."""
 FLUSH_S = 0.5
 FLUSH_BYTES = 256 << 10
 
@@ -185,7 +186,7 @@ class TraceWriter:
         generation: int,
         *,
         config: bytes = b"",
-        segment_bytes: int = SEGMENT_BYTES,
+        segment_bytes: int = TOTAL_BYTES // SEGMENTS,
         total_bytes: int = TOTAL_BYTES,
     ) -> None:
         self.opening: Callable[[], Sequence[TraceRecord]] = tuple

@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
     server = Server(
         ["--model", str(tiny_folder), "--served-model-name", "tiny", "--dtype", "float32", "--device", "cpu",
          "--cpu-threads", "1", "--max-total-tokens", "800", "--schedule-conservativeness", "0.05",
-         "--trace", str(trace)]
+         "--trace", str(trace), "--trace-mib", "1"]
     )  # fmt: skip
     try:
         server.wait_ready(250)
@@ -99,6 +99,17 @@ def test_the_run_replays_to_the_last_decision(segments: list[Segment], run: Run)
     (report,) = rerun(segments)
     assert not report.differs, report.words
     assert report.compared == sum(isinstance(r, SchedulerStep) for s in segments for r in s.records)
+
+
+def test_each_segment_replays_without_the_ones_before_it(segments: list[Segment]) -> None:
+    mine = [segment for segment in segments if segment.start.role == "scheduler"]
+    assert len(mine) >= 3, "a full one of 64 KiB is followed by another"
+    for segment in mine:
+        (report,) = rerun([segment])
+        assert not report.differs, report.words
+        assert report.compared == sum(isinstance(r, SchedulerStep) for r in segment.records)
+        part = read_lives([segment])
+        assert "?" not in part.lives and all(life.queued >= 0 for life in part.lives.values())
 
 
 def test_a_changed_setting_is_pinpointed(segments: list[Segment]) -> None:
