@@ -49,8 +49,10 @@ class Soak:
     seed: int = 1
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
-    kills: list[tuple[float, str]] = field(default_factory=list)
-    """(time.monotonic(), name)."""
+    kills: list[str] = field(default_factory=list)
+    """Names, in order."""
+    _gateway_back: float = 0.0
+    """time.monotonic() at which a gateway's successor was there; infinity while one is being killed or stopped."""
     _over: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> tuple[list[str], list[str]]:
@@ -65,7 +67,6 @@ class Soak:
         for client in clients:
             client.start()
         self._kill_until(began + self.seconds / 2)
-        eventually(lambda: engine_state(self.server) is not None, END_S, "ready after the last kill")
         quiet_from = time.monotonic()
         time.sleep(self.seconds / 2)
         self._over.set()
@@ -94,7 +95,7 @@ class Soak:
                 self.broken.append(str(error))
 
     def _gateway_died(self, since: float) -> bool:
-        return any(name.startswith("gateway") and at >= since - 1.0 for at, name in list(self.kills))
+        return self._gateway_back >= since
 
     def _kill_until(self, until: float) -> None:
         """kill -9, now and then SIGSTOP, of a process that is there; the next when the last is back."""
@@ -106,9 +107,13 @@ class Soak:
             pid = self.server.pids().get(name)
             if pid is None:
                 continue
-            self.kills.append((time.monotonic(), name))
+            self.kills.append(name)
+            is_gateway = name.startswith("gateway")
+            self._gateway_back = float("inf") if is_gateway else self._gateway_back
             self.server.kill(name, signal.SIGSTOP if chosen.random() < 0.15 else signal.SIGKILL)
-            self.server.wait_replaced(name, pid)
+            self.server.wait_replaced(name, pid, END_S)
+            self._gateway_back = time.monotonic() if is_gateway else self._gateway_back
+            eventually(lambda: engine_state(self.server) is not None, END_S, f"ready after {name} died")
 
     def _judge(self, watch: Watch, quiet_from: float, files: dict[str, tuple[int, int]]) -> tuple[list[str], list[str]]:
         wrong = list(self.broken)
@@ -125,7 +130,7 @@ class Soak:
             lines.append(f"{name}: {fds} files, {threads} threads at the start; {after[0]} and {after[1]} at the end")
             if after[0] > fds + FILES_SLACK or after[1] > threads + FILES_SLACK:
                 wrong.append(f"files or threads grow: {lines[-1]}")
-        by_name = Counter(name for _, name in self.kills)
+        by_name = Counter(self.kills)
         lines.append("kills: " + ", ".join(f"{name} {n}" for name, n in sorted(by_name.items())))
         lines.append("requests: " + ", ".join(f"{a} {how} {n}" for (a, how), n in sorted(self.outcomes.items())))
         return lines, wrong
