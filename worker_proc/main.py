@@ -20,6 +20,8 @@ from worker_proc.sampling.request import Sampler
 from worker_proc.threads import num_threads, set_thread_environment
 
 if TYPE_CHECKING:  # torch comes with them, later
+    import torch
+
     from worker_proc.loading import LoadedWorker
     from worker_proc.parallel.group import Membership
     from worker_proc.runner import ModelRunner
