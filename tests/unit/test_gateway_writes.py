@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from bench.fake_engine import Script
-from common.messages import Generate
+from common.messages import Finish, Generate, SamplingParams, TextParams, TextPrompt
+from gateway.metrics import GatewayMetrics
 from gateway.protocols.openai_chat_reply import ChatFormatter
-from gateway.request import Delta, Exchange
-from gateway.respond import EngineReply
+from gateway.request import Delta, Exchange, OpenRequest
+from gateway.respond import WRITER_SCOPE_KEY, EngineReply
 from tests.unit.gateway_live import CHAT, Live, Stream, events, eventually, joined, live_gateway
 
 STREAM: dict[str, Any] = {"messages": CHAT, "stream": True}
@@ -22,7 +23,7 @@ STREAM: dict[str, Any] = {"messages": CHAT, "stream": True}
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    with live_gateway(stream_buffer_bytes=64 << 20) as pair:
+    with live_gateway() as pair:
         yield pair
 
 
@@ -33,12 +34,10 @@ def read_to_end(connection: socket.socket) -> bytes:
     return data
 
 
-def connect(live: Live, head: str, body: dict[str, Any], receive_buffer: int = 0) -> socket.socket:
+def connect(live: Live, head: str, body: dict[str, Any]) -> socket.socket:
     """A request on a bare connection; returns when the engine has it."""
     seen = len(live.engine.generates)
     connection = socket.socket()
-    if receive_buffer:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     connection.settimeout(20)
     connection.connect(("127.0.0.1", live.gateway.port))
     data = json.dumps(body).encode()
@@ -91,24 +90,88 @@ def test_every_step_is_one_chunk_and_wakes_no_task(live: Live, monkeypatch: pyte
     assert wakes.count(True) == 2
 
 
-def test_a_reader_that_pauses_gets_every_byte_in_order(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces = tuple(f"{i:06d}" + "x" * 20_000 for i in range(600))
-    writes = watch_writes(monkeypatch)
-    with live.script(lambda _: Script(pieces=pieces), auto=False):
-        connection = connect(live, "POST /v1/chat/completions HTTP/1.1\r\nConnection: close", STREAM, 65536)
-        num_steps = 0
-        while False not in writes:
-            live.engine.step()
-            num_steps += 1
-            eventually(lambda seen=num_steps: next(iter(live.open.values())).num_ids == seen)
-        live.engine.step(5)
-        with ThreadPoolExecutor(1) as pool:
-            reading = pool.submit(read_to_end, connection)
-            live.engine.auto = True
-            _, _, body = reading.result(20).partition(b"\r\n\r\n")
-    found = b"".join(chunks_of(body)).decode()
-    assert joined(events(found)) == "".join(pieces)
-    assert True in writes
+class Connection:
+    """A connection that is full while ``full``: as ``ConnectionWriter``, and as the server's ``send``."""
+
+    def __init__(self) -> None:
+        self.full = False
+        self.written: list[tuple[str, str]] = []
+        """(who wrote, the text)."""
+        self.room = asyncio.Event()
+
+    @property
+    def is_open(self) -> bool:
+        return not self.full
+
+    def write(self, body: bytes) -> None:
+        self.written.append(("writer", joined(events(body.decode()))))
+
+    async def send(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            while self.full:
+                self.room.clear()
+                await self.room.wait()
+            self.written.append(("task", joined(events(message["body"].decode()))))
+
+    async def receive(self) -> dict[str, Any]:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+
+class AcceptingEngine:
+    """What ``EngineReply`` needs of the engine client; every request is accepted at once."""
+
+    def __init__(self) -> None:
+        self.metrics, self.trace = GatewayMetrics("gateway-0"), None
+
+    def submit(self, exchange: Exchange) -> None:
+        for record in exchange.records:
+            record.accepted = True
+
+    def release(self, exchange: Exchange) -> None:
+        pass
+
+
+def test_a_reader_that_pauses_gets_everything_in_order() -> None:
+    async def scenario() -> list[tuple[str, str]]:
+        exchange, connection = Exchange(0.0, 1 << 20), Connection()
+        generate = Generate(rid="r", gateway="gateway-0", prompt=TextPrompt(text="hi"), sampling=SamplingParams(),
+                            text=TextParams())  # fmt: skip
+        exchange.records.append(OpenRequest(generate, exchange, 0))
+        formatter = ChatFormatter("r", "m", exchange, [None], logprobs=False, include_usage=False,
+                                  continuous_usage=False)  # fmt: skip
+        reply = EngineReply(AcceptingEngine(), exchange, formatter, stream=True)  # type: ignore[arg-type]
+        scope = {WRITER_SCOPE_KEY: connection}
+        task = asyncio.ensure_future(reply(scope, connection.receive, connection.send))  # type: ignore[arg-type]
+
+        async def step(text: str) -> None:
+            exchange.add(Delta(0, text, b"aaaa", [], [], None))
+            exchange.deliver()
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+        await asyncio.sleep(0)
+        for text in ("1", "2", "3"):
+            await step(text)
+        connection.full = True
+        await step("4")
+        assert exchange.sending_since, "the task waits for room"
+        for text in ("5", "6"):
+            await step(text)
+        connection.full = False
+        connection.room.set()
+        await step("7")
+        await step("8")
+        exchange.records[0].finish = Finish("stop")
+        exchange.push(Delta(0, "9", b"aaaa", [], [], Finish("stop")))
+        await asyncio.wait_for(task, 5)
+        return connection.written
+
+    written = asyncio.run(scenario())
+    assert "".join(text for _, text in written) == "123456789"
+    assert [who for who, text in written if text in ("2", "3", "4", "8", "9")] == [
+        "writer", "writer", "task", "writer", "task",
+    ]  # fmt: skip
 
 
 def test_a_failure_in_one_stream_ends_that_stream_alone(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
