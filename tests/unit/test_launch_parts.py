@@ -93,3 +93,19 @@ def test_curl_line_fits_the_model(tmp_path: Path) -> None:
 def test_notifier_is_silent_without_systemd_and_survives_a_lost_socket(tmp_path: Path) -> None:
     Notifier({}).ready("x")
     Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).stopping("x")
+
+
+def test_the_ranks_of_a_worker_keep_one_generation(short: Path) -> None:
+    """They find each other by it: one that was still waiting to start when another died keeps up."""
+    from launcher.children import fleet_of
+    from launcher.supervisor import Supervisor
+
+    config = build({"tp_size": 3})
+    supervisor = Supervisor(config, short, fleet_of(config), lambda spec, generation: [], short, 0.0)
+    ranks = [child for child in supervisor._children if child.spec.role == "worker"]
+    for child, generation in zip(ranks, (2, 1, 1), strict=True):
+        child.generation = generation
+    supervisor._on_death(ranks[0], 1, False, 0.0)
+    assert [child.generation for child in ranks] == [2, 2, 2]
+    assert all(child.generation < 2 for child in supervisor._children if child not in ranks)
+    supervisor._channels.close()

@@ -17,8 +17,8 @@ from torch import nn
 from common.errors import ConfigError
 from worker_proc.parallel.shares import Cut, HeadShare, Span, balanced, head_share
 
-LEAST_SPLIT = 0.5
-"""A plan that splits less than this share of the weights is refused: every rank would hold nearly everything."""
+LEAST_SPLIT = 0.25
+"""A plan that splits less than this share of the weights is refused: every rank would hold nearly all of them."""
 KV_NAMES = frozenset({"k_proj", "v_proj"})
 FUSED_NAMES = frozenset({"qkv_proj", "query_key_value"})
 HEAD_COUNTS = ("num_heads", "num_attention_heads")
