@@ -19,7 +19,8 @@ from pathlib import Path
 from common.config import save
 from common.flags import build
 from common.messages import TextBatch, TextRow, ToScheduler
-from common.trace import TraceWriter, WorkerStep, describe_text
+from common.trace import TraceWriter, WorkerStep
+from common.trace_channels import describe_text
 from scheduler_proc.record import StepRecorder
 from scheduler_proc.scheduler import Scheduler, StepOutput
 from tools.simulate.cost import CostModel

@@ -12,7 +12,7 @@ from common.config import ServerConfig
 from common.errors import ConfigError
 from common.messages import ToDetokenizer
 from common.process import ProcessContext, calm_gc
-from common.trace import describe_text, traced
+from common.trace_channels import describe_text, traced
 from detokenizer_proc.decoding import Vocabulary
 from detokenizer_proc.outbox import Outbox
 from detokenizer_proc.server import Detokenizer

@@ -36,7 +36,8 @@ from common.messages import (
     TokenizerReady,
     TokenizeText,
 )
-from common.trace import Finished, TraceWriter, describe_arrival
+from common.trace import Finished, TraceWriter
+from common.trace_channels import describe_arrival
 from gateway.fleet import Fleet
 from gateway.metrics import GatewayMetrics
 from gateway.request import Delta, Exchange, OpenRequest

@@ -26,7 +26,7 @@
 ``control.py``     flush, abort, info, profile, drain
 ``status.py``      EngineStatus, server info, the invariant
 ``metrics.py``     counters
-``snapshot.py``    the state as bytes and back
+``snapshot.py``    the state as bytes and back (``snapshot_state.py``: what is in it)
 ``record.py``      the trace of every decision (``explain.py``: why somebody waits, in words)
 ``fakes.py``       a worker without a model, whose pages are checked: tests, simulation
 =================  ===========================================================================

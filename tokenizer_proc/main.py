@@ -13,7 +13,7 @@ from common.config import ServerConfig
 from common.errors import RequestError
 from common.messages import ChatPrompt, TokenizerReady, ToTokenizer
 from common.process import ProcessContext
-from common.trace import describe_tokenized, traced
+from common.trace_channels import describe_tokenized, traced
 from tokenizer_proc.chat_template import ChatTemplate
 from tokenizer_proc.encoder import TextEncoder
 from tokenizer_proc.model_info import load_model_info, tokenizer_folder
