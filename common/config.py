@@ -105,6 +105,9 @@ class CacheConfig(_Section, frozen=True, kw_only=True):
         ),
     ] = 0.0
     max_total_tokens: Annotated[int, flag("tokens the KV pool holds; 0: from --mem-fraction-static", ge=0)] = 0
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8_e4m3"], flag("bytes of keys and values; auto: the model's dtype, fp8_e4m3: half of it")
+    ] = "auto"
     disable_radix_cache: Annotated[bool, flag("do not keep finished prefixes")] = False
 
 
@@ -117,6 +120,14 @@ class WorkerConfig(_Section, frozen=True, kw_only=True):
     worker_path: Annotated[
         Literal["auto", "generic", "cpu-fast"], flag("which forward pass; auto: the fastest that covers the model")
     ] = "auto"
+    attention_backend: Annotated[
+        Literal["auto", "torch", "triton", "varlen"],
+        flag("attention of the generic path; auto: torch on CPU, on a GPU the first that can of triton, varlen, torch"),
+    ] = "auto"
+    cuda_graph_max_bs: Annotated[
+        int, flag("most rows of a decode step that is replayed as a CUDA graph; 0: chosen", ge=0, le=1024)
+    ] = 0
+    disable_cuda_graph: Annotated[bool, flag("launch every kernel of a decode step from Python")] = False
     grammar_backend: Annotated[Literal["llguidance", "none"], flag("constrained decoding")] = "llguidance"
 
 
@@ -157,6 +168,11 @@ def check(config: ServerConfig) -> None:
     page_size = config.cache.page_size
     if page_size & (page_size - 1):
         raise ConfigError(f"--page-size {page_size}: must be a power of two (16 and 32 are usual)")
+    if config.worker.worker_path == "cpu-fast":
+        for name, value in (("attention-backend", config.worker.attention_backend),
+                            ("kv-cache-dtype", config.cache.kv_cache_dtype)):  # fmt: skip
+            if value != "auto":
+                raise ConfigError(f"--{name} {value}: the fast CPU path has its own; leave out --worker-path cpu-fast")
     if any(not key for key in (*config.http.api_key, *config.http.admin_api_key)):
         raise ConfigError("--api-key, --admin-api-key: a key is empty; leave the flag out to serve without keys")
 

@@ -19,12 +19,14 @@ from transformers.utils import logging as hf_logging
 
 from common.config import ServerConfig
 from common.errors import ConfigError
+from worker_proc.generic.graphs import DEFAULT_MOST_ROWS, CudaCapture
 from worker_proc.generic.packed_linear import pack_linears
 from worker_proc.generic.progress import loading_told
 from worker_proc.generic.quantized import check_complete, explained, how_it_runs, quantization_of
 from worker_proc.generic.refusals import check_supported
 from worker_proc.generic.runner import GenericRunner
-from worker_proc.generic.selfcheck import compare, reference_logits
+from worker_proc.generic.selfcheck import FP8_TOLERANCE, compare, reference_logits
+from worker_proc.generic.warmup import CudaMemory, room_for_pool
 from worker_proc.memory import PoolRequest, WorkerState, choose_num_pages, free_host_bytes
 from worker_proc.parallel.group import Membership, RankGroup
 from worker_proc.parallel.weights import load_shard
@@ -64,6 +66,8 @@ def load_worker(
     """
     hf_logging.disable_progress_bar()
     device = choose_device(config.worker.device, member)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current one
     torch.set_num_threads(threads)
     dtype = choose_dtype(state.dtype if state else config.model.dtype, device)
     hf_config = AutoConfig.from_pretrained(config.model_dir, trust_remote_code=config.model.trust_remote_code)
@@ -86,7 +90,10 @@ def load_worker(
     reference = reference_logits(model)
     embeddings = model.get_input_embeddings().num_embeddings
     page_size = state.page_size if state else config.cache.page_size
-    if wanted == "cpu-fast" or (wanted == "auto" and device.type == "cpu" and dtype == torch.bfloat16):
+    own_attention = config.worker.attention_backend == config.cache.kv_cache_dtype == "auto"
+    if wanted == "cpu-fast" or (
+        wanted == "auto" and device.type == "cpu" and dtype == torch.bfloat16 and own_attention
+    ):
         fast = try_cpu_fast(model, page_size, threads, progress, step)
         if not isinstance(fast, str):
             num_pages = allocate(fast, config, context_length, device, state)
@@ -119,9 +126,13 @@ def build_generic(
     group: RankGroup | None = None,
 ) -> tuple[LoadedWorker | None, str]:
     """The generic path for a model, allocated and checked; or None and why its logits are not the model's."""
-    runner = GenericRunner(model, state.page_size if state else config.cache.page_size, context_length)
+    page_size = state.page_size if state else config.cache.page_size
+    attention, kv_dtype = config.worker.attention_backend, config.cache.kv_cache_dtype
+    runner = GenericRunner(model, page_size, context_length, attention, kv_dtype)
     num_pages = allocate(runner, config, context_length, runner.device, state, group)
-    result = compare(runner, reference, model.get_input_embeddings().num_embeddings)
+    record_graphs(runner, config, group)  # before the check, whose last step is then a replay
+    tolerance = FP8_TOLERANCE if kv_dtype == "fp8_e4m3" else None
+    result = compare(runner, reference, model.get_input_embeddings().num_embeddings, tolerance)
     log.info("start-up check of %s: error %.5f, tolerance %.4f", runner.name, result.error, result.tolerance)
     ok = result.ok if group is None else bool(group.least(int(result.ok)))  # every rank goes the same way
     if ok:
@@ -131,6 +142,20 @@ def build_generic(
         f"its logits over pages differ from transformers' own by {result.error:.3f} (tolerance "
         f"{result.tolerance:.3f}), so it keeps a state that pages do not hold"
     )
+
+
+def record_graphs(runner: GenericRunner, config: ServerConfig, group: RankGroup | None) -> None:
+    """CUDA graphs of decode steps, as --cuda-graph-max-bs and --disable-cuda-graph say."""
+    most, off = config.worker.cuda_graph_max_bs, config.worker.disable_cuda_graph
+    if runner.device.type != "cuda":
+        if most:
+            raise ConfigError(f"--cuda-graph-max-bs {most}: the model runs on {runner.device}, leave the flag out")
+        return
+    if off or group is not None:
+        log.info("no CUDA graphs: %s", "--disable-cuda-graph" if off else "the ranks' collectives are not recorded")
+        return
+    most = most or min(DEFAULT_MOST_ROWS, config.scheduler.max_running_requests)
+    runner.record_graphs(most, CudaCapture(), log.info)
 
 
 def _path_of(name: str) -> str:
@@ -264,7 +289,11 @@ def allocate(
         num_pages = state.num_pages
     else:
         sharers = 1 if group is None else group.size
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes() // sharers
+        if device.type == "cuda":
+            chunk, rows = config.scheduler.chunked_prefill_size, config.scheduler.max_running_requests
+            free = room_for_pool(runner, CudaMemory(device), chunk, context_length, rows)
+        else:
+            free = free_host_bytes() // sharers
         num_pages = choose_num_pages(
             PoolRequest(
                 page_size=runner.page_size,

@@ -7,6 +7,8 @@ tokens one by one, so no layer sees where one sequence ends and the next begins.
 from __future__ import annotations
 
 import itertools
+import logging
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -19,11 +21,14 @@ from worker_proc.attention.backend import AttentionBackend
 from worker_proc.attention.choice import AttentionNeeds, choose_backend
 from worker_proc.attention.kv_types import pool_dtype
 from worker_proc.attention.paged import PagedAttention
+from worker_proc.device_io import make_io
+from worker_proc.generic.graphs import Capture, DecodeGraphs, StaticInputs
 from worker_proc.generic.packed_linear import PackedLinear
 from worker_proc.generic.probe import probe_layers, select_attention
 from worker_proc.generic.refusals import check_supported
 from worker_proc.runner import PackedBatch
 
+log = logging.getLogger(__name__)
 _ATTENTION_NUMBERS = itertools.count()
 """Attention functions are registered in transformers by name, and each runner needs its own."""
 
@@ -64,6 +69,9 @@ class GenericRunner:
         AttentionInterface.register(self._key, self._attention)
         select_attention(model, self._key)
         self._keeps_logits = "logits_to_keep" in signature(model.forward).parameters
+        self._context_length = limit
+        self._num_pages = 0
+        self._graphs: DecodeGraphs | None = None
 
     def kv_bytes_per_page(self) -> int:
         """Bytes one page takes over all layers."""
@@ -78,8 +86,10 @@ class GenericRunner:
 
     def allocate(self, num_pages: int) -> None:
         """Create the KV pool; ``MemoryError`` says what it would have taken."""
+        self._graphs = None  # recorded over the pool before
+        self._num_pages = num_pages
         try:
-            self._attention.allocate(num_pages)
+            self._attention.allocate(num_pages, spare_pages=int(self._attention.backend.fits_graphs))
         except RuntimeError as error:
             need = num_pages * self.kv_bytes_per_page()
             raise MemoryError(
@@ -87,9 +97,41 @@ class GenericRunner:
                 f"not fit on {self.device}; lower --max-total-tokens or --mem-fraction-static"
             ) from error
 
+    def record_graphs(self, most_rows: int, capture: Capture, progress: Callable[[str], None]) -> None:
+        """Record decode steps of up to ``most_rows`` rows over the pool there is.
+
+        A backend or a model that cannot be recorded runs as before, and the log says why.
+        """
+        backend = self._attention.backend
+        if not backend.fits_graphs:
+            log.warning("no CUDA graphs: attention backend %s works on the host within a step", backend.name)
+            return
+        with torch.inference_mode():
+            try:
+                self._graphs = DecodeGraphs(
+                    self._decode, most_rows, self._context_length, self.page_size, self._num_pages,
+                    make_io(self.device), capture, progress,
+                )  # fmt: skip
+            except RuntimeError as error:
+                log.warning("no CUDA graphs, the model's forward cannot be recorded: %s", error)
+
+    def _decode(self, inputs: StaticInputs) -> torch.Tensor:
+        """Logits float32 [B, vocab_size] of one token per sequence, by launches alone."""
+        attention = self._attention
+        attention.begin_planned(
+            attention.backend.decode_plan(inputs.cells, inputs.table, inputs.lens, self._context_length)
+        )
+        output = self._model(input_ids=inputs.ids[None], position_ids=inputs.positions[None], use_cache=False)
+        attention.end_step()
+        logits: torch.Tensor = output.logits[0].float()
+        return logits
+
     def forward(self, batch: PackedBatch) -> Any:
         """Logits float32 [R, vocab_size] of ``batch.logit_rows``: NumPy on CPU, a tensor elsewhere."""
         with torch.inference_mode():
+            if self._graphs is not None and self._graphs.size_for(batch):
+                logits = self._graphs.run(batch)
+                return logits.numpy() if self.device.type == "cpu" else logits
             self._attention.begin_step(batch)
             keep = torch.from_numpy(batch.logit_rows.astype(np.int64)).to(self.device)
             kwargs = {"logits_to_keep": keep} if self._keeps_logits else {}
@@ -111,5 +153,6 @@ class GenericRunner:
             self._attention.copy_pages(src, dst)
 
     def close(self) -> None:
-        """Free the pool."""
+        """Free the graphs and the pool."""
+        self._graphs = None
         self._attention.release()
