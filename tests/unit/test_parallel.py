@@ -14,6 +14,8 @@ import transformers as hf
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
+from transformers.core_model_loading import WeightConverter as Convert
 
 from common.channels import Channels
 from common.config import ServerConfig
@@ -25,7 +27,7 @@ from worker_proc.parallel.follower import FollowerLoop, unpack_step
 from worker_proc.parallel.leader import LeadingRunner
 from worker_proc.parallel.plan import make_plan
 from worker_proc.parallel.shares import Cut, balanced, head_share
-from worker_proc.parallel.weights import PartOfTensor
+from worker_proc.parallel.weights import PartOfTensor, cut_before
 from worker_proc.runner import PackedBatch
 
 
@@ -171,6 +173,17 @@ def test_only_the_ranks_part_of_a_tensor_is_read(tmp_path: Path, shape: Any, cut
     assert torch.equal(got, want(whole))
     assert part.get_shape() == list(got.shape)
     assert source.num_read == got.numel()
+
+
+def test_checkpoint_tensors_that_are_joined_are_cut_one_by_one() -> None:
+    packed = Cut(-2, 194, ((48, 97), (145, 194)))
+    stacked = Convert(["w1", "w3"], "gate_up", [MergeModulelist(dim=0), Concatenate(dim=1)])
+    assert cut_before(stacked, packed, "gate_up") == Cut(-2, 97, ((48, 97),))
+    assert cut_before(Convert("gate_up", "gate_up", [MergeModulelist(dim=0)]), packed, "gate_up") == packed
+    with pytest.raises(ConfigError, match="gate is made from checkpoint tensors by Chunk, which cannot be split"):
+        cut_before(Convert("both", ["gate", "up"], [Chunk(dim=0)]), packed, "gate")
+    with pytest.raises(ConfigError, match="joins 3 checkpoint tensors, split as 2"):
+        cut_before(Convert(["q", "k", "v"], "qkv", [Concatenate(dim=0)]), packed, "qkv")
 
 
 # --------------------------------------------------------------------------- rank 0 and the others

@@ -40,6 +40,8 @@ class RankGroup:
         self.rank, self.size = member.rank, member.size
         self._device = device
         bind_to_loopback(os.environ)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # NCCL and Triton's kernels take the current one
         meeting = dist.FileStore(  # type: ignore[attr-defined]
             str(member.run_dir / f"ranks-{member.generation}"), member.size
         )

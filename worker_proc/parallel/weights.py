@@ -120,11 +120,11 @@ def _parts(model: nn.Module, plan: ShardPlan, folder: Path, files: ExitStack) ->
             target, pattern = key, None
         cut = plan.cuts.get(target)
         if cut is not None and pattern is not None:
-            cut = _cut_before(by_pattern[pattern], cut, target)
+            cut = cut_before(by_pattern[pattern], cut, target)
         yield key, PartOfTensor(source, cut)
 
 
-def _cut_before(converter: WeightConverter, cut: Cut, target: str) -> Cut:
+def cut_before(converter: WeightConverter, cut: Cut, target: str) -> Cut:
     """The cut of a converter's sources that makes the cut of its result.
 
     Stacking adds a dimension in front; joining lays the sources behind one another in the packed
