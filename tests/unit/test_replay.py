@@ -214,6 +214,24 @@ def test_a_requests_track_has_its_waiting_with_the_reasons_and_its_steps_inside(
     assert sum(e["name"] == "preempted" for e in mine) >= 1
 
 
+def test_an_arrow_leads_from_each_decision_to_the_first_ranks_step(tmp_path: Path) -> None:
+    (scheduler,) = record(tmp_path)
+    batches = [(r.now, r.batch) for r in scheduler.records if isinstance(r, SchedulerStep) and r.batch]
+    for rank in (0, 1):
+        writer = TraceWriter(tmp_path, "worker", rank, 0)
+        for now, batch in batches[:-1]:
+            writer.write(WorkerStep(batch.epoch, batch.step, now, now, 1, 0))
+        writer.close()
+    segments = read_run(tmp_path)
+    run = read_lives(segments)
+    write_perfetto(tmp_path / "out.json", run, segments)
+    events = check_file(json.loads((tmp_path / "out.json").read_text()))
+    ends = [e for e in events if e["ph"] == "f"]
+    assert len(ends) == len(batches) - 1
+    (pid,) = {e["pid"] for e in ends}
+    assert {"name": "process_name", "pid": pid, "ph": "M", "tid": 0, "args": {"name": "worker-0"}} in events
+
+
 def test_the_file_begins_with_the_first_request_and_not_with_the_server(tmp_path: Path) -> None:
     segments = record(tmp_path)
     run = read_lives(segments)

@@ -144,7 +144,8 @@ class _Processes:
 
     def events(self, segments: Sequence[Segment]) -> Iterator[Event]:
         """Of all processes; one thread per generation, whose number is its real process id."""
-        executed = {(r.epoch, r.step) for s in segments for r in s.records if isinstance(r, WorkerStep)}
+        first_rank = [segment for segment in segments if segment.start.index == 0]
+        executed = {(r.epoch, r.step) for s in first_rank for r in s.records if isinstance(r, WorkerStep)}
         batches = (record.batch for _, record in self.run.decisions if record.now >= self.zero)
         decided = {(batch.epoch, batch.step) for batch in batches if batch is not None}
         self.arrows = {step: number for number, step in enumerate(sorted(executed & decided), 1)}
@@ -169,6 +170,8 @@ class _Processes:
                     yield from self._scheduler_step(record, next(ends))
                 case WorkerStep():
                     yield from self._worker_step(record)
+                    if segment.start.index == 0:  # of several ranks the first: an arrow has one end
+                        yield from self._arrow("f", record.epoch, record.step, record.started)
                 case TextOut():
                     chars = sum(row[3] for row in record.rows)
                     yield _instant("text", "detokenizer", record.time, requests=len(record.rows), characters=chars)
@@ -191,7 +194,6 @@ class _Processes:
     def _worker_step(self, record: WorkerStep) -> Iterator[Event]:
         name = f"prefill {record.num_prefill_tokens} tokens" if record.num_prefill_tokens else "decode"
         yield _span(f"{name}, {record.num_rows} rows", "step", record.started, record.ended, step=record.step)
-        yield from self._arrow("f", record.epoch, record.step, record.started)
 
     def _scheduler_step(self, record: SchedulerStep, before: float) -> Iterator[Event]:
         """A decision, which ended ``before`` the next began."""
