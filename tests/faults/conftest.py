@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,24 +10,19 @@ import pytest
 
 from tests.faults import table
 from tests.faults.faults import START_S
+from tests.faults.folder import make_long_folder
 from tests.faults.scene import SERVER_ARGS, undisturbed
 from tests.faults.streams import Reply
 from tests.integration.server import Server
-from tests.integration.tiny_folder import make_tiny_folder
 
 WHOLE = os.environ.get("QUINTET_FAULTS") == "all"
 """``make faults``: the whole matrix and the long soak, and the table is written."""
-CONTEXT_LEN = 32768
 
 
 @pytest.fixture(scope="session")
 def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny random Llama with a context in which a prompt takes a while. Its weights do not depend on positions."""
-    folder = make_tiny_folder(tmp_path_factory.mktemp("models") / "tiny")
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "max_position_embeddings": CONTEXT_LEN}))
-    return folder
+    """The model, made once per run."""
+    return make_long_folder(tmp_path_factory.mktemp("models") / "tiny")
 
 
 class Fleet:

@@ -21,11 +21,11 @@ from pathlib import Path
 
 from tests.faults.cells import ROLES
 from tests.faults.faults import START_S, check_whole, engine_state
+from tests.faults.folder import make_long_folder
 from tests.faults.streams import Reply, Stream, connect
 from tests.faults.traffic import KNOWN, Traffic
 from tests.faults.watch import Watch, open_files
 from tests.integration.server import Server, eventually
-from tests.integration.tiny_folder import make_tiny_folder
 
 SERVER_ARGS = [
     "--device", "cpu", "--cpu-threads", "1", "--dtype", "auto", "--max-total-tokens", "8192", "--gateways", "2",
@@ -162,7 +162,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of what clients and kills are drawn from [1]")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="qt-soak-") as folder:
-        report, wrong = soak(make_tiny_folder(Path(folder) / "tiny"), args.seconds, args.seed)
+        report, wrong = soak(make_long_folder(Path(folder) / "tiny"), args.seconds, args.seed)
     print("\n".join(report))
     print("\n".join(f"WRONG: {line}" for line in wrong), file=sys.stderr)
     return 1 if wrong else 0
