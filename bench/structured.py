@@ -9,8 +9,7 @@ answer is compared with a free one to the same prompt and of the same length (ig
 comes first in turns: ``time_ratio`` is the median of the pairs' ratios (with its quartiles), so that neither a
 slow minute nor an order favours one. ``cpu_ratio`` compares the CPU time of the worker process over all pairs,
 which other work on the machine hardly changes (0.0 with ``--url``). Both are per token, as the lengths are
-equal. Ends in one
-JSON line. ``--neighbours``: see bench/structured_neighbours.py.
+equal. Ends in one JSON line. ``--neighbours``: see bench/structured_neighbours.py.
 """
 
 from __future__ import annotations
@@ -152,6 +151,7 @@ def main() -> None:
     parser.add_argument("--model", default="", help="model folder (default: the server's default model)")
     parser.add_argument("--url", default="", help="a running server instead of a fresh one")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--only", choices=SCHEMAS, help="one of the schemas")
     parser.add_argument("--keywords", action="store_true", help="print the table of keywords and stop")
     parser.add_argument("--neighbours", type=int, default=0, help="constrained requests beside free ones, this many")
     parser.add_argument("--schemas", type=int, default=200, help="different schemas among them")
@@ -170,7 +170,7 @@ def main() -> None:
             load = Load(args.neighbours, args.schemas, args.blocks, args.c, args.rate)
             print(json.dumps(asyncio.run(neighbours(url, model, pid, load))))
             return
-        for name in SCHEMAS:
+        for name in [args.only] if args.only else SCHEMAS:
             results.append(compare(url, model, name, args.repeats, pid))
             print(" ".join(f"{key}={value}" for key, value in results[-1].items()), flush=True)
     print(json.dumps({"benchmark": "structured", "results": results}))
