@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -173,9 +173,17 @@ def _plan_tools(body: ChatBody, deps: Deps, model: TokenizerReady, reasoning: Re
     if not body.tools and body.tool_choice in (None, "none", "auto"):
         return ToolPlan()
     parallel = body.parallel_tool_calls is not False
-    return deps.tools.planner(model).plan(
+    plan = deps.tools.planner(model).plan(
         body.tools, body.tool_choice, parallel, reasoning_end="" if reasoning is None else reasoning.end
     )
+    return replace(plan, used_ids=_call_ids(body.messages))
+
+
+def _call_ids(messages: list[dict[str, Any]]) -> frozenset[str]:
+    """Ids of the calls in a conversation."""
+    lists = [message.get("tool_calls") for message in messages]
+    calls = [call for each in lists if isinstance(each, list) for call in each if isinstance(call, dict)]
+    return frozenset(call["id"] for call in calls if isinstance(call.get("id"), str))
 
 
 def _grammar(body: ChatBody, tools: ToolPlan, reasoning: Reasoning | None) -> Grammar | None:

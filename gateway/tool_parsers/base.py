@@ -82,6 +82,8 @@ class ToolParser(ABC):
         self.num_calls = 0
         """Calls begun so far; the finish_reason is ``tool_calls`` when it is not 0."""
         self._new_id = new_id or self.make_id
+        self.used_ids: set[str] = set()
+        """Ids that calls of this conversation have already: no new call gets one of them."""
 
     @staticmethod
     def make_id() -> str:

@@ -51,10 +51,16 @@ class ToolPlan:
     tools: tuple[Format, ...] = ()
     needs_special_tokens: bool = False
     """The text must keep special tokens (skip_special_tokens=False)."""
+    used_ids: frozenset[str] = frozenset()
+    """Of the calls in the request's messages."""
 
     def new_parser(self) -> ToolParser | None:
         """A fresh parser for one choice; None when the text is content as it is."""
-        return create(self.parser_name, self.tools) if self.parser_name else None
+        if not self.parser_name:
+            return None
+        parser = create(self.parser_name, self.tools)
+        parser.used_ids.update(self.used_ids)
+        return parser
 
 
 class ToolPlanner:

@@ -82,7 +82,6 @@ class KimiK2Parser(ReaderParser):
     needs_special_tokens = True
 
     def _read(self) -> Reader[None]:
-        ids: set[str] = set()
         begin = "<|tool_calls_section_begin|>"
         marks = [begin, "<|tool_call_begin|>", "<|tool_calls_section_end|>", "<|im_end|>"]
         while mark := (yield from self._until(marks, self._emit_text)):
@@ -95,10 +94,10 @@ class KimiK2Parser(ReaderParser):
             if mark == "<|tool_call_begin|>":
                 if self._attempt is None:
                     self._begin_attempt(mark)
-                if not (yield from self._call(ids)):
+                if not (yield from self._call()):
                     self._give_up()
 
-    def _call(self, ids: set[str]) -> Reader[bool]:
+    def _call(self) -> Reader[bool]:
         call_id = yield from self._name_until("<|tool_call_argument_begin|>")
         if call_id is None:
             return False
@@ -107,9 +106,15 @@ class KimiK2Parser(ReaderParser):
         yield from self._skip_space()
         if not name or (yield from self._peek()) != "{":
             return False
-        # A model that repeats an index must not give two calls one id.
-        own = call_id if ":" in call_id and call_id not in ids else None
-        ids.add(call_id)
-        yield from self._arguments(self._emit_call(name, own))
+        yield from self._arguments(self._emit_call(name, self._unused(name, call_id)))
         yield from self._closing("<|tool_call_end|>")
         return True
+
+    def _unused(self, name: str, call_id: str) -> str:
+        """The model's id, which its template wants back; numbered on where a call of the conversation has it."""
+        number = call_id.rpartition(":")[2]
+        count = int(number) if number.isascii() and number.isdigit() else self.num_calls
+        while (own := f"functions.{name}:{count}") in self.used_ids:
+            count += 1
+        self.used_ids.add(own)
+        return own

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.messages import Grammar
-from tests.unit.grammar_walk import Setup, make_setup, walk
+from tests.unit.grammar_walk import ADDED, Setup, make_setup, walk
 from worker_proc.grammar import LLGuidanceBackend, LLGuidanceSession
 from worker_proc.grammar_protocol import GrammarBackend, GrammarSession, bitmask_words
 
@@ -131,6 +131,17 @@ def test_a_special_token_as_trigger(setup: Setup) -> None:
         session.accept_token(token)
     assert session.in_tool_call()
     assert {setup.decode([token]) for token in setup.allowed(session) or []} <= {*"0123456789"}
+
+
+def test_a_mark_with_a_token_of_its_own_that_is_not_special_binds_too(tmp_path: Path) -> None:
+    """Qwen's </think> and <tool_call>."""
+    setup = make_setup(tmp_path, ADDED)
+    assert len(setup.encode("</think>")) == 1
+    session = setup.session("json_schema", FLAGS, "</think>")
+    for token in setup.encode("<think>so</think>"):
+        assert not session.in_tool_call()
+        session.accept_token(token)
+    assert setup.decode(session.forced_tokens()).startswith('{"a_rather')
 
 
 @pytest.mark.parametrize("rest", ["", "7", "7!"])

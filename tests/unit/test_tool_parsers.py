@@ -65,7 +65,11 @@ def test_families_ids() -> None:
     assert isinstance(mistral[0], ToolCallStart) and len(mistral[0].id) == 9 and mistral[0].id.isalnum()
     call = "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
     ids = [event.id for event in create("kimi_k2").feed(call + call) if isinstance(event, ToolCallStart)]
-    assert ids[0] == "functions.now:0" and ids[1] not in ("", ids[0])
+    assert ids == ["functions.now:0", "functions.now:1"]
+    later = create("kimi_k2")
+    later.used_ids |= set(ids)
+    ids = [event.id for event in later.feed(call) if isinstance(event, ToolCallStart)]
+    assert ids == ["functions.now:2"], "a call of an earlier turn has that id"
 
 
 @pytest.mark.parametrize(("name", "template"), TEMPLATES.items())
