@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 import transformers as hf
 
 from common import config as config_file
@@ -37,6 +38,7 @@ from common.messages import (
     unpack_i32,
 )
 from tests.integration.tiny_models import greedy_alone, tiny_model
+from worker_proc.generic.probe import LayerProbe
 from worker_proc.loading import load_worker
 from worker_proc.memory import WorkerState
 from worker_proc.runner import PackedBatch
@@ -211,3 +213,13 @@ def test_unsupported_models_are_refused_before_weights_load(tmp_path: Path) -> N
     hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="MambaForCausalLM is not supported: it is recurrent"):
         load_worker(config_for(tmp_path), 1, None)
+
+
+def test_a_strange_mask_is_refused_where_a_layer_uses_it() -> None:
+    probe = LayerProbe()
+    heads = torch.zeros(1, 2, 3, 4)
+    plain = probe.mask(q_length=3, mask_function=lambda b, h, q, k: k <= q)
+    strange = probe.mask(q_length=3, mask_function=lambda b, h, q, k: k <= q + 1)
+    probe.attention(torch.nn.Identity(), heads, heads, heads, plain)
+    with pytest.raises(ConfigError, match=r"Identity \(attention call 1\) is not supported: its attention mask is neither"):
+        probe.attention(torch.nn.Identity(), heads, heads, heads, strange)

@@ -43,6 +43,7 @@ CONFIGS: dict[str, Any] = {
     "gpt2": _gpt2,
     "gpt_neox": lambda: hf.GPTNeoXConfig(**{k: v for k, v in _BASE.items() if k != "num_key_value_heads"}),
     "mixtral": lambda: hf.MixtralConfig(**_BASE, num_local_experts=6, num_experts_per_tok=2),
+    "qwen2_moe": lambda: hf.Qwen2MoeConfig(**_BASE, **_MOE, shared_expert_intermediate_size=32),
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(**_BASE, **_MOE, head_dim=16),
     "gpt_oss": lambda: hf.GptOssConfig(
         **_BASE,

@@ -36,14 +36,18 @@ class LayerProbe:
 
     def __init__(self) -> None:
         self.specs: list[LayerSpec] = []
-        self._masks: list[tuple[Tensor, tuple[int, int]]] = []
+        self._masks: list[tuple[Tensor, tuple[int, int] | ConfigError]] = []
 
     def mask(
         self, *, q_length: int, mask_function: Callable[..., Any], local_size: int | None = None, **kwargs: Any
     ) -> Tensor:
         """Transformers' mask interface: returns a mask that :meth:`attention` recognises by identity."""
         device = kwargs.get("device", "cpu")
-        limits = recognise_mask(mask_function, local_size, torch.device(device))
+        limits: tuple[int, int] | ConfigError
+        try:
+            limits = recognise_mask(mask_function, local_size, torch.device(device))
+        except ConfigError as error:  # some models make masks that no layer of theirs uses (a window of 0)
+            limits = error
         marker = torch.ones((1, 1, q_length, q_length), dtype=torch.bool, device=device).tril()
         self._masks.append((marker, limits))
         return marker
@@ -85,6 +89,8 @@ class LayerProbe:
             raise ConfigError(f"{where} was called without a mask: transformers does not build one for it")
         for marker, limits in self._masks:
             if marker is mask:
+                if isinstance(limits, ConfigError):
+                    raise ConfigError(f"{where} is not supported: {limits}")
                 return limits
         raise ConfigError(f"{where} uses a mask that did not come from transformers' mask interface")
 
