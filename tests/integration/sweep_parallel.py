@@ -56,6 +56,7 @@ def make_model(model_type: str) -> Any:
 def try_model(ranks: Ranks, model_type: str) -> tuple[str, str]:
     """(``split`` | ``refused`` | ``wrong`` | ``not tried``, details)."""
     import torch
+    from transformers import AutoConfig
 
     folder = tempfile.mkdtemp()
     try:
@@ -64,6 +65,7 @@ def try_model(ranks: Ranks, model_type: str) -> tuple[str, str]:
         if whole > MOST_PARAMETERS:
             return "not tried", "its config could not be made small"
         model.save_pretrained(folder)
+        AutoConfig.from_pretrained(folder)  # some shrunken configs cannot be read back
         model.set_attn_implementation("eager")
         with torch.inference_mode():
             want = model(input_ids=torch.tensor([IDS]), use_cache=False).logits[0, -1].float().numpy()
