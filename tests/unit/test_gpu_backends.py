@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from common.flags import build
+from tests.integration.tiny_models import VOCAB, tiny_model
 from tests.unit.gpu_support import DEVICE, assert_near, ragged
 from worker_proc.attention.backend import TorchBackend, decode_gather, decode_padded
 from worker_proc.attention.choice import AttentionNeeds, choose_backend
@@ -19,6 +21,8 @@ from worker_proc.attention.reference import attend_plain
 from worker_proc.attention.spec import AttentionArgs, LayerSpec
 from worker_proc.attention.varlen_backend import VarlenBackend, find_varlen, varlen_refusal
 from worker_proc.device_io import make_io
+from worker_proc.generic.runner import GenericRunner
+from worker_proc.generic.selfcheck import FP8_TOLERANCE, compare, reference_logits
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -129,3 +133,26 @@ def test_torch_backend_with_fp8_pools(decode: Any) -> None:
     plan = backend.plan(case.batch)
     backend.write(case.new_key, case.new_value, case.keys, case.values, plan)
     assert_near(backend.attend(case.query, case.keys, case.values, plan, spec, args), case.expected, BF16)
+
+
+def test_a_model_with_an_fp8_pool_passes_its_start_up_check_in_a_quarter_of_the_bytes() -> None:
+    model = tiny_model("qwen3")
+    reference = reference_logits(model)
+    whole, small = GenericRunner(model, 16), GenericRunner(model, 16, kv_dtype="fp8_e4m3")
+    small.allocate(8)
+    result = compare(small, reference, VOCAB, FP8_TOLERANCE)
+    assert result.ok and result.error > 1e-3, "the pool does round"
+    assert small.kv_bytes_per_page() * 4 == whole.kv_bytes_per_page()
+
+
+def test_the_fast_cpu_path_and_what_it_has_itself_are_refused_together() -> None:
+    for flag in ({"attention_backend": "triton"}, {"kv_cache_dtype": "fp8_e4m3"}):
+        build(flag)
+        with pytest.raises(ConfigError, match="leave out --worker-path cpu-fast"):
+            build({"worker_path": "cpu-fast", **flag})
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="says what it says without a GPU")
+def test_the_gpu_benchmark_says_that_there_is_no_gpu() -> None:
+    done = subprocess.run([sys.executable, "-m", "bench.gpu"], capture_output=True, text=True)
+    assert done.returncode == 2 and "no GPU: torch sees no CUDA device. Nothing was measured" in done.stdout
