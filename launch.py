@@ -9,6 +9,7 @@ or model. The reason is on the last line.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import signal
 import sys
@@ -20,7 +21,9 @@ import msgspec
 
 from common import config as config_file
 from common import flags
-from common.config import ServerConfig
+from common.channels import remote_address, split_tcp
+from common.config import HostsConfig, ServerConfig
+from common.curve import engine_curve
 from common.errors import ConfigError
 from common.process import EXIT_CONFIG, setup_logging
 from launcher.children import Command, fleet_of, package_command
@@ -40,15 +43,37 @@ def prepare(config: ServerConfig) -> ServerConfig:
     Raises ``ConfigError``.
     """
     port = claim_port(config.http.host, config.http.port)
+    hosts = prepare_hosts(config)
     model = resolve.resolve(config.model)
     names = config.model.served_model_name or [model.name]
     replace = msgspec.structs.replace
     return replace(
         config,
         http=replace(config.http, port=port),
+        hosts=hosts,
         model=replace(config.model, served_model_name=names, tokenizer=model.tokenizer),
         model_dir=str(model.folder),
     )
+
+
+def prepare_hosts(config: ServerConfig) -> HostsConfig:
+    """Keys and ports for gateways on other hosts made sure of; ``curve_keys`` absolute. Raises ``ConfigError``."""
+    hosts = config.hosts
+    if not hosts.engine_listen:
+        return hosts
+    try:
+        host, first = split_tcp(hosts.engine_listen)
+        ipaddress.ip_address(host)
+        last = split_tcp(remote_address(hosts.engine_listen, f"tokenizer-{config.http.tokenizers - 1}"))[1]
+    except ValueError as error:
+        raise ConfigError(f"--engine-listen {hosts.engine_listen}: {error}; an example: tcp://0.0.0.0:31000") from None
+    folder = Path(hosts.curve_keys).resolve()
+    engine_curve(folder)
+    for port in range(first, last + 1):
+        if port == config.http.port:
+            raise ConfigError(f"--engine-listen needs the ports {first} to {last}, and --port is one of them")
+        claim_port(host, port)
+    return msgspec.structs.replace(hosts, curve_keys=str(folder))
 
 
 def serve(config: ServerConfig, began: float, command_for: Callable[[Path], Command]) -> int:

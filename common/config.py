@@ -25,11 +25,11 @@ def flag(help_text: str, *, ge: float | None = None, gt: float | None = None, le
     return Meta(**kwargs)
 
 
-class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the sections: frozen, unknown names refused."""
 
 
-class ModelConfig(_Section, frozen=True, kw_only=True):
+class ModelConfig(Section, frozen=True, kw_only=True):
     """Model"""
 
     model: Annotated[
@@ -58,7 +58,7 @@ class ModelConfig(_Section, frozen=True, kw_only=True):
     random_seed: Annotated[int, flag("seed of everything drawn at start-up (dummy weights)", ge=0)] = 0
 
 
-class HttpConfig(_Section, frozen=True, kw_only=True):
+class HttpConfig(Section, frozen=True, kw_only=True):
     """HTTP"""
 
     host: Annotated[str, flag("address to listen on")] = "127.0.0.1"
@@ -68,12 +68,12 @@ class HttpConfig(_Section, frozen=True, kw_only=True):
     api_key: Annotated[list[str], flag("keys clients must send one of; none: open")] = []
     admin_api_key: Annotated[list[str], flag("keys for the endpoints that change state; none: as --api-key")] = []
     cors_origin: Annotated[list[str], flag("origins allowed by CORS; none: off")] = []
-    max_request_bytes: Annotated[int, flag("largest request body; more is 413", ge=1024)] = 16 << 20
+    max_request_bytes: Annotated[int, flag("largest request body; more is 413", ge=1024, le=128 << 20)] = 16 << 20
     max_connections: Annotated[int, flag("open connections per gateway; more is 503", ge=1)] = 4096
     stream_buffer_bytes: Annotated[int, flag("unsent bytes after which a slow reader is cut off", ge=4096)] = 4 << 20
 
 
-class SchedulerConfig(_Section, frozen=True, kw_only=True):
+class SchedulerConfig(Section, frozen=True, kw_only=True):
     """Scheduler"""
 
     schedule_policy: Annotated[Literal["fcfs", "lpm", "priority"], flag("order of the waiting queue")] = "fcfs"
@@ -92,7 +92,7 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True):
     disable_overlap_schedule: Annotated[bool, flag("send a step only when the one before has returned")] = False
 
 
-class CacheConfig(_Section, frozen=True, kw_only=True):
+class CacheConfig(Section, frozen=True, kw_only=True):
     """KV cache"""
 
     page_size: Annotated[int, flag("tokens per KV page; a power of two", ge=1, le=1024)] = 16
@@ -111,7 +111,7 @@ class CacheConfig(_Section, frozen=True, kw_only=True):
     disable_radix_cache: Annotated[bool, flag("do not keep finished prefixes")] = False
 
 
-class WorkerConfig(_Section, frozen=True, kw_only=True):
+class WorkerConfig(Section, frozen=True, kw_only=True):
     """Worker"""
 
     device: Annotated[Literal["auto", "cpu", "cuda"], flag("where the model runs")] = "auto"
@@ -131,7 +131,16 @@ class WorkerConfig(_Section, frozen=True, kw_only=True):
     grammar_backend: Annotated[Literal["llguidance", "none"], flag("constrained decoding")] = "llguidance"
 
 
-class RuntimeConfig(_Section, frozen=True, kw_only=True):
+class HostsConfig(Section, frozen=True, kw_only=True):
+    """Several hosts"""
+
+    engine_listen: Annotated[
+        str, flag("tcp://ADDRESS:PORT where gateways on other hosts join (and the ports after it, one per tokenizer)")
+    ] = ""
+    curve_keys: Annotated[str, flag("folder of keys for --engine-listen, made by --make-curve-keys")] = ""
+
+
+class RuntimeConfig(Section, frozen=True, kw_only=True):
     """Runtime"""
 
     log_level: Annotated[Literal["debug", "info", "warning", "error"], flag("log level")] = "info"
@@ -155,6 +164,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     scheduler: SchedulerConfig = SchedulerConfig()
     cache: CacheConfig = CacheConfig()
     worker: WorkerConfig = WorkerConfig()
+    hosts: HostsConfig = HostsConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     model_dir: str = ""
     """Filled in by launch.py: the resolved local folder (config.json, safetensors, tokenizer.json)."""
@@ -162,9 +172,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 def check(config: ServerConfig) -> None:
     """What no single field's limits can say; raises ``ConfigError`` with the value and the way out."""
-    for section in msgspec.structs.asdict(config).values():
-        if isinstance(section, _Section):
-            _check_finite(msgspec.structs.asdict(section))
+    check_finite(config)
     page_size = config.cache.page_size
     if page_size & (page_size - 1):
         raise ConfigError(f"--page-size {page_size}: must be a power of two (16 and 32 are usual)")
@@ -175,12 +183,18 @@ def check(config: ServerConfig) -> None:
                 raise ConfigError(f"--{name} {value}: the fast CPU path has its own; leave out --worker-path cpu-fast")
     if any(not key for key in (*config.http.api_key, *config.http.admin_api_key)):
         raise ConfigError("--api-key, --admin-api-key: a key is empty; leave the flag out to serve without keys")
+    if bool(config.hosts.engine_listen) != bool(config.hosts.curve_keys):
+        raise ConfigError("--engine-listen and --curve-keys go together: nobody joins without keys")
 
 
-def _check_finite(fields: dict[str, Any]) -> None:
-    for name, value in fields.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be a finite number")
+def check_finite(config: msgspec.Struct) -> None:
+    """Raise ``ConfigError`` for a number in any section that is infinite or none."""
+    for section in msgspec.structs.asdict(config).values():
+        if not isinstance(section, Section):
+            continue
+        for name, value in msgspec.structs.asdict(section).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be a finite number")
 
 
 def save(config: ServerConfig) -> bytes:

@@ -31,8 +31,10 @@ import setproctitle
 from common import config as config_file
 from common.channels import Channels, Sender
 from common.config import ServerConfig
+from common.curve import engine_curve
 from common.errors import ConfigError
 from common.messages import Heartbeat
+from common.notify import Notifier
 from common.trace import SEGMENTS, TraceWriter
 
 log = logging.getLogger(__name__)
@@ -66,6 +68,10 @@ class ProcessContext:
     """Above 1: whoever asked does not wait any longer; a drain is cut short."""
     trace: TraceWriter | None = None
     """Where ``--trace`` records what this process does; None when it is off."""
+    label: str = ""
+    """The name of a gateway on another host than the engine; empty: role and index are the name."""
+    notifier: Notifier | None = None
+    """Who is told instead of the supervisor, for a process that has none: systemd."""
     _heart: Sender | None = None
     _last_beat: float = 0.0
     _last_ready: bool = False
@@ -74,7 +80,7 @@ class ProcessContext:
     @property
     def name(self) -> str:
         """``worker-0``: the key of ``EngineStatus.generations``."""
-        return f"{self.role}-{self.index}"
+        return self.label or f"{self.role}-{self.index}"
 
     def on_stop(self, hook: Callable[[], None]) -> None:
         """Call ``hook`` (signal-safe) when the process is asked to stop."""
@@ -98,6 +104,12 @@ class ProcessContext:
         now = time.monotonic()
         if now - self._last_beat < HEARTBEAT_S and ready == self._last_ready:
             return
+        if self.notifier is not None:
+            self.notifier.ping()
+            if ready and not self._last_ready:
+                self.notifier.ready(detail)
+            self._last_beat, self._last_ready = now, ready
+            return
         self._last_beat, self._last_ready = now, ready
         if self._heart is None:
             self._heart = self.channels.sender("supervisor")
@@ -112,6 +124,7 @@ class ProcessContext:
                 busy_since=busy_since,
                 detail=detail,
                 info=info or {},
+                num_bad_frames=self.channels.num_bad,
             )
         )
 
@@ -234,7 +247,8 @@ def _run(role: str, main: Callable[[ProcessContext], None], argv: list[str] | No
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks for stacks before it kills
     config = config_file.load((args.run_dir / "config.json").read_bytes())
-    context = ProcessContext(role, args.index, args.generation, config, args.run_dir, Channels(args.run_dir))
+    channels = Channels(args.run_dir, lambda: engine_curve(Path(config.hosts.curve_keys)))
+    context = ProcessContext(role, args.index, args.generation, config, args.run_dir, channels)
     context.trace = open_trace(context)
     setup_logging(config, context.name)
     setproctitle.setproctitle(f"quintet {context.name}")

@@ -8,6 +8,7 @@ with it whatever it held or had in its pipe:
 * a tokenizer: the requests it was to hand on, of which nothing has come back yet, are submitted
   again. The others are past it and go on without a pause.
 * a worker: nothing. The scheduler has all the ids.
+* the whole engine (seen by a gateway on another host, which outlives it): every open request.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Fleet:
 
     def take_status(self, status: EngineStatus, now: float) -> Lost:
         """Store a status; what may have been lost since the one before."""
-        everything = self.status is not None and now - self.heard >= STALE_S
+        everything = self.status is not None and (now - self.heard >= STALE_S or self.status.run != status.run)
         self.status = status
         self.heard = now
         self.was_ready = self.was_ready or status.ready

@@ -46,7 +46,7 @@ class Gateway:
     def __init__(self, context: ProcessContext) -> None:
         self._context = context
         metrics = GatewayMetrics(context.name)
-        self._exposition = Exposition(context.run_dir, metrics)
+        self._exposition = Exposition(None if context.label else context.run_dir, metrics)
         self._metrics = metrics
         self.engine = Engine(context.channels, context.config, context.name, metrics, context.generation)
         self.engine.trace = context.trace

@@ -125,35 +125,48 @@ class GatewayMetrics:
 
 
 class Exposition:
-    """Publishes one gateway's numbers and renders those of all gateways of this run directory."""
+    """Publishes one gateway's numbers and renders those of all gateways of this run directory.
 
-    def __init__(self, run_dir: Path, own: GatewayMetrics) -> None:
+    A gateway on another host than the engine (``run_dir`` None) shows its own alone: the engine's are shown by
+    the gateways of its host, and whoever scrapes both must not count them twice.
+    """
+
+    def __init__(self, run_dir: Path | None, own: GatewayMetrics) -> None:
         self._run_dir = run_dir
         self._own = own
-        self._path = run_dir / f"metrics-{own.gateway}.json"
         self._last = b""
 
     def publish(self) -> None:
         """Write this gateway's file if something changed; called every few seconds."""
         data = msgspec.json.encode(self._own.snapshot())
-        if data == self._last:
+        if data == self._last or self._run_dir is None:
             return
-        temporary = self._path.with_suffix(".tmp")
+        path = self._path_in(self._run_dir)
+        temporary = path.with_suffix(".tmp")
         temporary.write_bytes(data)
-        temporary.replace(self._path)
+        temporary.replace(path)
         self._last = data
 
     def render(self, status: EngineStatus | None, prefix: str = PREFIX) -> bytes:
         """The text a scrape gets; ``prefix`` is one of ``PREFIXES``."""
         registry = CollectorRegistry()
-        families = [*_engine(status, prefix), *_gateways(self._snapshots(), prefix)]
+        families = [*_engine(self._shown(status), prefix), *_gateways(self._snapshots(), prefix)]
         registry.register(_Rendered(families))
         return generate_latest(registry)
 
+    def _shown(self, status: EngineStatus | None) -> EngineStatus | None:
+        return status if self._run_dir is not None else None
+
+    def _path_in(self, run_dir: Path) -> Path:
+        return run_dir / f"metrics-{self._own.gateway}.json"
+
     def _snapshots(self) -> list[Snapshot]:
         found = [self._own.snapshot()]
+        if self._run_dir is None:
+            return found
+        own_path = self._path_in(self._run_dir)
         for path in sorted(self._run_dir.glob("metrics-*.json")):
-            if path == self._path:
+            if path == own_path:
                 continue
             try:
                 found.append(msgspec.json.decode(path.read_bytes(), type=Snapshot))

@@ -119,6 +119,8 @@ class Child:
         """When to start the next generation; None while one runs or none is wanted."""
         self.kill_at: float | None = None
         """After the stack dump of a hung process was asked for: when to kill it."""
+        self._num_bad_before = 0
+        self._num_bad = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -147,9 +149,15 @@ class Child:
         """Process id; 0 while none runs."""
         return self.process.pid if self.process is not None else 0
 
+    @property
+    def num_bad_frames(self) -> int:
+        """What its inboxes refused, in all its generations."""
+        return self._num_bad_before + self._num_bad
+
     def start(self, command: Command, env: dict[str, str], now: float) -> None:
         """Start the next generation in a session of its own. Raises OSError if it cannot be executed."""
         self.generation += 1
+        self._num_bad_before, self._num_bad = self.num_bad_frames, 0
         self._forget()
         self.start_at, self.kill_at = None, None
         self.started_at = self.last_beat = self.progress_at = now
@@ -178,6 +186,7 @@ class Child:
             self.progress, self.progress_at = beat.progress, now
         self.ready = beat.ready
         self.has_served = self.has_served or beat.ready
+        self._num_bad = beat.num_bad_frames
         self.detail = beat.detail
         if beat.info:
             self.info = beat.info

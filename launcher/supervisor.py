@@ -14,11 +14,11 @@ from pathlib import Path
 from common.channels import Channels
 from common.config import ServerConfig
 from common.messages import Fleet, Heartbeat
+from common.notify import Notifier
 from common.process import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, reason_file
 from launcher import screen
 from launcher.children import STOP_ORDER, Child, Command, Spec, child_environment, explain_exit
 from launcher.health import read_cpu_state, why_hung
-from launcher.notify import Notifier
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ STACK_DUMP_S = 0.5
 """From asking a hung process for its stacks to killing it."""
 STOP_GRACE_S = 5.0
 """From SIGTERM to SIGKILL, drain not counted."""
+NUM_OPEN = "num_open"
+"""Key of the scheduler's ``Heartbeat.info``: requests without an ending, whichever host their gateway is on."""
 FORGIVEN = "worker_crashes_forgiven"
 """Key of the scheduler's ``Heartbeat.info``: worker crashes it has laid to one request's charge."""
 
@@ -220,7 +222,9 @@ class Supervisor:
         if now - self._last_fleet < FLEET_EVERY_S:
             return
         generations = {child.name: child.generation for child in self._children}
-        if self._to_scheduler.send(Fleet(generations=generations, draining=self._draining)):
+        num_bad = self._channels.num_bad + sum(c.num_bad_frames for c in self._children if c.spec.role != "gateway")
+        message = Fleet(generations=generations, draining=self._draining, num_bad_frames=num_bad)
+        if self._to_scheduler.send(message):
             self._last_fleet = now
 
     def _announce_ready(self) -> None:
@@ -253,11 +257,18 @@ class Supervisor:
             child.send_signal(signal.SIGTERM)
             child.start_at = None
         deadline = time.monotonic() + seconds
-        while any(child.running for child in gateways) and self._num_stop_signals < 2 and self._failure is None:
+        while self._still_serving(gateways) and self._num_stop_signals < 2 and self._failure is None:
             if time.monotonic() >= deadline:
                 log.warning("the drain time is over; ending what still runs")
                 return
             self._turn()
+
+    def _still_serving(self, gateways: list[Child]) -> bool:
+        """A gateway has not finished, or the scheduler has requests: gateways on other hosts are not ours to watch."""
+        if any(child.running for child in gateways):
+            return True
+        scheduler = next((child for child in self._children if child.spec.role == "scheduler"), None)
+        return scheduler is not None and scheduler.running and int(scheduler.info.get(NUM_OPEN, 0)) > 0
 
     def _stop_all(self) -> None:
         """SIGTERM in the order of the data's way, then SIGKILL whoever is left after the grace time.

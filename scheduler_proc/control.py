@@ -8,7 +8,7 @@ from typing import Any
 from common.messages import Control, ControlReply, ToWorker, WorkerControl, WorkerControlReply
 from scheduler_proc.ingest import Ingest
 from scheduler_proc.state import State
-from scheduler_proc.status import server_info
+from scheduler_proc.status import server_info, shared_config
 
 PROFILE_TIMEOUT_S = 30.0
 
@@ -40,6 +40,8 @@ class Controls:
                 self._reply(message, 200, {"aborted": len(live)})
             case "info":
                 self._reply(message, 200, server_info(self.state, self.generations))
+            case "config":
+                self._reply(message, 200, shared_config(self.state.config))
             case "drain":
                 self.state.draining = True
                 self._reply(message, 200, {"draining": True})

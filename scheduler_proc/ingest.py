@@ -185,6 +185,7 @@ class Ingest:
     def fleet(self, message: Fleet, generations: dict[str, int]) -> bool:
         """Update ``generations`` in place; True when a worker has been replaced."""
         self.state.draining = self.state.draining or message.draining
+        self.state.metrics.num_bad_frames_total = message.num_bad_frames
         changed = {k for k, v in message.generations.items() if generations.get(k) != v}
         generations.update(message.generations)
         if any(name.startswith(("tokenizer", "detokenizer")) for name in changed):

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from common.channels import Channels, Receiver, Sender
+from common.channels import Channels, Receiver, Sender, inbox_address, is_remote, remote_address
 from common.errors import InvariantError
-from common.messages import EngineStatus, GatewayLease, Message
+from common.messages import Control, EngineStatus, GatewayLease, Message
 from common.process import ProcessContext
 from scheduler_proc.record import StepRecorder
 from scheduler_proc.scheduler import Scheduler, StepOutput
@@ -24,6 +24,8 @@ RETRY_S = 0.005
 """How soon a full channel is tried again."""
 FORGIVEN = "worker_crashes_forgiven"
 """Key of ``Heartbeat.info``: worker crashes laid to one request's charge, which the supervisor does not count."""
+NUM_OPEN = "num_open"
+"""Key of ``Heartbeat.info``: requests without an ending, those of gateways on other hosts too."""
 CHECK_S = 10.0
 """The invariant is checked when idle, at most this often, and only if there was work since."""
 
@@ -52,9 +54,9 @@ class Outbox:
 
 
 class Mail:
-    """The scheduler's channels: two inboxes, and an outbox for each process it writes to."""
+    """The scheduler's channels: two inboxes, a third for other hosts, and an outbox for each process it writes to."""
 
-    def __init__(self, channels: Channels, num_tokenizers: int) -> None:
+    def __init__(self, channels: Channels, num_tokenizers: int, engine_listen: str = "") -> None:
         self._channels = channels
         self._encoder = msgspec.msgpack.Encoder()
         self.inboxes: list[Receiver[Any]] = [channels.receiver("scheduler"), channels.receiver("scheduler-work")]
@@ -62,14 +64,34 @@ class Mail:
         self.tokenizers = [Outbox(channels.sender(f"tokenizer-{i}")) for i in range(num_tokenizers)]
         self.detokenizer = Outbox(channels.sender("detokenizer"))
         self.gateways: dict[str, Outbox] = {}
+        if engine_listen:
+            address = remote_address(engine_listen, "scheduler")
+            self.inboxes.append(channels.receiver("remote-scheduler", address, self._is_from_elsewhere))
 
     def receive(self) -> list[Any]:
         """Everything that has arrived, the worker's results first: they free what others wait for."""
         messages = self.inboxes[1].receive() + self.inboxes[0].receive()
+        messages = [m for m in messages if not isinstance(m, GatewayLease) or self._is_local(m)]
+        for inbox in self.inboxes[2:]:
+            messages += inbox.receive()
         for message in messages:
             if isinstance(message, GatewayLease):
                 self._open_gateway(message)
         return messages
+
+    def _is_local(self, lease: GatewayLease) -> bool:
+        """A gateway of this host listens in the run directory; whatever else a lease says is not connected to."""
+        name = lease.address.rpartition("/")[2]
+        local = name.startswith("gateway-") and lease.address == inbox_address(self._channels.run_dir, name)
+        if not local:
+            log.warning("dropped the lease of %s: %r is no inbox of the run directory", lease.gateway, lease.address)
+        return local
+
+    def _is_from_elsewhere(self, message: GatewayLease | Control) -> bool:
+        """What comes from another host speaks for a gateway there, at an address whose key is known."""
+        if isinstance(message, GatewayLease):
+            return self._channels.is_gateway_elsewhere(message.gateway, message.address)
+        return is_remote(message.gateway)
 
     def _open_gateway(self, lease: GatewayLease) -> None:
         outbox = self.gateways.get(lease.gateway)
@@ -128,7 +150,8 @@ def main(context: ProcessContext) -> None:
     """Receive, step, send, sleep; until told to stop."""
     config = context.config
     scheduler = Scheduler(config, context.generation)
-    mail = Mail(context.channels, config.http.tokenizers)
+    scheduler.state.run = context.run_dir.name
+    mail = Mail(context.channels, config.http.tokenizers, config.hosts.engine_listen)
     tune_gc()
     progress = 0
     last_check, checked_step = time.time(), 0
@@ -166,7 +189,7 @@ def tune_gc() -> None:
 def _info(scheduler: Scheduler) -> dict[str, Any]:
     """For the supervisor: the start-up table, and crashes it should not count as the worker's fault."""
     pool = scheduler.state.pool
-    info: dict[str, Any] = {FORGIVEN: scheduler.state.excused_crashes}
+    info: dict[str, Any] = {FORGIVEN: scheduler.state.excused_crashes, NUM_OPEN: len(scheduler.state.reqs)}
     if pool is not None:
         info |= {
             "num_pages": pool.allocator.num_pages,

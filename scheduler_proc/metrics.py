@@ -47,6 +47,8 @@ class Metrics:
     num_steps_total: int = 0
     num_prefill_tokens_total: int = 0
     num_invariant_failures_total: int = 0
+    num_bad_frames_total: int = 0
+    """By all processes but the gateways, as the supervisor counts."""
     num_finished: dict[str, int] = field(default_factory=dict)
     """By reason: one of ``FINISH_REASONS``."""
     num_aborted: dict[str, int] = field(default_factory=dict)
@@ -82,6 +84,7 @@ class Metrics:
             "num_steps_total": self.num_steps_total,
             "num_prefill_tokens_total": self.num_prefill_tokens_total,
             "num_invariant_failures_total": self.num_invariant_failures_total,
+            "num_bad_frames_total": self.num_bad_frames_total,
         }
         out["cache_hit_rate"] = self.cached_tokens_total / max(self.prompt_tokens_total, 1)
         for reason in FINISH_REASONS:

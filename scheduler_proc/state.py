@@ -78,6 +78,8 @@ class State:
     config: ServerConfig
     generation: int
     """Of this scheduler process."""
+    run: str = ""
+    """Name of this run of the whole engine."""
     epoch: int = 0
     """Of the worker's run; announced by Reset."""
     step: int = 0

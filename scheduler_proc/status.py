@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from common.config import HostsConfig, HttpConfig, RuntimeConfig, ServerConfig
 from common.errors import InvariantError
 from common.messages import EngineStatus
 from scheduler_proc.request import Req, Status
@@ -49,9 +50,17 @@ def engine_status(state: State, generations: dict[str, int]) -> EngineStatus:
         max_total_tokens=0 if pool is None else pool.max_tokens,
         vocab_size=0 if pool is None else pool.ready.vocab_size,
         batch_invariant=pool is not None and pool.ready.batch_invariant,
+        run=state.run,
         metrics=gauges(state) | state.metrics.counters(),
         histograms=state.metrics.histograms(),
     )
+
+
+def shared_config(config: ServerConfig) -> dict[str, Any]:
+    """What a gateway on another host takes over when it joins; JSON-able. No key goes along."""
+    own = {"http": HttpConfig(tokenizers=config.http.tokenizers), "hosts": HostsConfig(), "runtime": RuntimeConfig()}
+    shared = msgspec.to_builtins(msgspec.structs.replace(config, **own))
+    return {"config": shared, "has_keys": bool(config.http.api_key), "has_admin_keys": bool(config.http.admin_api_key)}
 
 
 def server_info(state: State, generations: dict[str, int]) -> dict[str, Any]:

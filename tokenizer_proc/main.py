@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import zmq
 
-from common.channels import Receiver, inbox_address
+from common.channels import Receiver, inbox_address, is_remote, remote_address
 from common.config import ServerConfig
 from common.errors import RequestError
 from common.messages import ChatPrompt, TokenizerReady, ToTokenizer
@@ -34,11 +34,11 @@ _BATCH = 64
 def main(context: ProcessContext) -> None:
     """Run until asked to stop. Raises ``ConfigError`` when the model's files cannot be used."""
     preparer, ready = load(context.config, context.generation)
-    inbox: Receiver[ToTokenizer] = context.channels.receiver(context.name)
+    inboxes = open_inboxes(context)
     outbox = Outbox(
         traced(context.channels.sender("scheduler"), context.trace, describe_tokenized),
         lambda gateway, address: context.channels.sender(_inbox(gateway), address),
-        lambda gateway: inbox_address(context.run_dir, _inbox(gateway)),
+        lambda gateway: "" if is_remote(gateway) else inbox_address(context.run_dir, _inbox(gateway)),
     )
     for index in range(context.config.http.gateways):
         outbox.open_gateway(f"gateway-{index}")
@@ -47,11 +47,22 @@ def main(context: ProcessContext) -> None:
     texts.submit(preparer.warm_up)
     server = TokenizerServer(preparer, outbox, ready, texts, grammars, wake.set)
     try:
-        _loop(context, server, outbox, inbox, ready, wake)
+        _loop(context, server, outbox, inboxes, ready, wake)
     finally:
         texts.shutdown(wait=False, cancel_futures=True)
         grammars.shutdown(wait=False, cancel_futures=True)
         wake.close()
+
+
+def open_inboxes(context: ProcessContext) -> list[Receiver[ToTokenizer]]:
+    """The inbox, and with ``--engine-listen`` the one for gateways on other hosts."""
+    inboxes = [context.channels.receiver(context.name)]
+    if engine_listen := context.config.hosts.engine_listen:
+        address = remote_address(engine_listen, context.name)
+        inboxes.append(
+            context.channels.receiver(f"remote-{context.name}", address, lambda message: is_remote(message.gateway))
+        )
+    return inboxes
 
 
 def load(config: ServerConfig, generation: int) -> tuple[Preparer, TokenizerReady]:
@@ -91,12 +102,13 @@ def _loop(
     context: ProcessContext,
     server: TokenizerServer,
     outbox: Outbox,
-    inbox: Receiver[ToTokenizer],
+    inboxes: list[Receiver[ToTokenizer]],
     ready: TokenizerReady,
     wake: _Wakeup,
 ) -> None:
     poller = zmq.Poller()
-    poller.register(inbox.socket, zmq.POLLIN)
+    for inbox in inboxes:
+        poller.register(inbox.socket, zmq.POLLIN)
     poller.register(wake.fd, zmq.POLLIN)
     context.on_stop(wake.set)
     last_ready = 0.0
@@ -111,7 +123,7 @@ def _loop(
         if outbox.blocked:
             time.sleep(_BLOCKED_WAIT_S)  # the inbox is left alone: the gateways' sends fill up behind it
             continue
-        messages = inbox.receive(_BATCH)
+        messages = [message for inbox in inboxes for message in inbox.receive(_BATCH)]
         for message in messages:
             server.handle(message)
         if not messages:

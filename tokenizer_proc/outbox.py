@@ -29,7 +29,8 @@ class Outbox:
     """Messages to the scheduler and to the gateways.
 
     ``connect(gateway, address)`` opens a channel, ``local_address`` says where a gateway listens that was
-    not announced. While ``blocked`` is true the owner must not take in new requests.
+    not announced: nothing ("") for one on another host, whose messages wait until it is. While
+    ``blocked`` is true the owner must not take in new requests.
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class Outbox:
     def open_gateway(self, gateway: str, address: str = "") -> None:
         """Open the channel to a gateway, or move it to another address."""
         address = address or self._local_address(gateway)
+        if not address:
+            return
         old = self._gateways.get(gateway)
         if old is not None and self._addresses[gateway] == address:
             return
@@ -82,6 +85,7 @@ class Outbox:
         may be there already, and news of the two come by different ways."""
         if gateway not in self._to_gateways and (old := self._gateways.pop(gateway, None)) is not None:
             old.close()
+            self._addresses.pop(gateway, None)
 
     def to_scheduler(self, message: Message) -> None:
         """Queue a message for the scheduler."""
@@ -95,7 +99,7 @@ class Outbox:
         waiting = self._to_gateways.get(gateway)
         if waiting is not None:
             waiting.append(message)
-        elif not self._gateways[gateway].send(message):
+        elif not self.knows(gateway) or not self._gateways[gateway].send(message):
             self._to_gateways[gateway] = deque([message])
 
     def offer_all(self, message: Message) -> None:
@@ -111,9 +115,9 @@ class Outbox:
         while self._to_scheduler and self._scheduler.send(self._to_scheduler[0]):
             self._to_scheduler.popleft()
         for gateway in list(self._to_gateways):
-            waiting, sender = self._to_gateways[gateway], self._gateways[gateway]
+            waiting, sender = self._to_gateways[gateway], self._gateways.get(gateway)
             moved = False
-            while waiting and sender.send(waiting[0]):
+            while waiting and sender is not None and sender.send(waiting[0]):
                 waiting.popleft()
                 moved = True
             if not waiting:

@@ -12,8 +12,8 @@ import pytest
 from common.config import ServerConfig
 from common.errors import ConfigError
 from common.flags import build
+from common.notify import Notifier
 from launcher import screen
-from launcher.notify import Notifier
 from launcher.ports import claim_port, url_host
 from launcher.run_dir import RunDir, sweep
 
