@@ -6,7 +6,8 @@ Two servers with the default model stand side by side, one with ``--trace``. The
 requests each, and the one that waits is idle, so both see the same machine; who begins changes from pair to pair.
 Told are the ratio of the throughputs (its median over the pairs, and an interval that holds it nineteen times in
 twenty), the CPU time of each process per 1,000 tokens generated, and what one step's records cost where they are
-made. Throughput on a busy machine says little; CPU time says more. The last line is one JSON object.
+made. Throughput on a busy machine says little, CPU time more; ``--control`` tells how much of a difference is the
+machine's. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -134,15 +135,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-c", type=int, nargs="+", default=[8, 32], help="requests in flight")
     parser.add_argument("--rounds", type=int, default=2, help="requests of a burst, in multiples of -c")
     parser.add_argument("--model", default="", help="default: the server's")
+    parser.add_argument("--control", action="store_true", help="both without: how far two equal servers differ here")
     args = parser.parse_args(argv)
     if min(args.pairs, args.rounds, *args.c) < 1:
         parser.error("--pairs, --rounds and -c are at least 1")
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        with (
-            serve(quintet(model=args.model)) as plain,
-            serve(quintet("--trace", f"{folder}/trace", model=args.model)) as traced,
-        ):
+        flags = [] if args.control else ["--trace", f"{folder}/trace"]
+        with serve(quintet(model=args.model)) as plain, serve(quintet(*flags, model=args.model)) as traced:
             servers = dict(zip(SIDES, (plain, traced), strict=True))
             for concurrency in args.c:
                 found = alternate(servers, concurrency, args.rounds * concurrency, args.pairs)
@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
             one = measure(rows, 200, Path(folder) / str(rows))
             steps.append({"rows": rows, **{name: round(value, 2) for name, value in one.items()}})
             print("  " + ", ".join(f"{name} {value:g}" for name, value in steps[-1].items()))
-    print(json.dumps({"runs": results, "steps": steps}))
+    print(json.dumps({"control": args.control, "runs": results, "steps": steps}))
     return 0
 
 
