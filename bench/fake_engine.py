@@ -273,11 +273,13 @@ class FakeEngine:
             finish = script.finish if total == len(script.pieces) else Finish(reason="length")
         logprobs = []
         if (num_top := generate.sampling.logprobs) is not None:
-            logprobs = [_logprob(piece, num_top) for piece in pieces]
-        prompt_logprobs: list[TokenLogprob | None] = []
+            logprobs = [_logprob(piece, num_top, FIRST_ID + n) for n, piece in enumerate(pieces, start)]
+        prompt_logprobs: list[TokenLogprob] = []
         if generate.sampling.prompt_logprobs is not None and not running.begun:
             text = generate.prompt.text if isinstance(generate.prompt, TextPrompt) else "ab"
-            prompt_logprobs = [None, *(_logprob(char, generate.sampling.prompt_logprobs) for char in text[1:])]
+            first = TokenLogprob(text[0], text[0].encode(), None, token_id=ord(text[0]))
+            num_top = generate.sampling.prompt_logprobs
+            prompt_logprobs = [first, *(_logprob(char, num_top, ord(char)) for char in text[1:])]
         row = TextRow(
             generate.rid,
             generate.attempt,
@@ -330,6 +332,6 @@ class FakeEngine:
         return True
 
 
-def _logprob(piece: str, num_top: int) -> TokenLogprob:
+def _logprob(piece: str, num_top: int, token_id: int) -> TokenLogprob:
     top = [(piece if k == 0 else f"alt{k}", b"x", -0.5 - k) for k in range(num_top)]
-    return TokenLogprob(piece, piece.encode(), -0.5, top)
+    return TokenLogprob(piece, piece.encode(), -0.5, top, token_id, pack_i32([token_id, *range(1, num_top)][:num_top]))

@@ -562,8 +562,13 @@ class TokenLogprob(Record, frozen=True):
     token: str
     data: bytes
     """The token's own bytes (it may be part of a character)."""
-    logprob: float
+    logprob: float | None
+    """None: the prompt's first token, which no distribution came before."""
     top: list[tuple[str, bytes, float]] = []
+    """The most likely tokens there: (token, its bytes, log-probability)."""
+    token_id: int = -1
+    top_ids: bytes = b""
+    """int32, one per entry of ``top``."""
 
 
 class TextRow(Record, frozen=True):
@@ -582,8 +587,8 @@ class TextRow(Record, frozen=True):
     """(prompt tokens, cached tokens): the request is running; headers may go out."""
     logprobs: list[TokenLogprob] = []
     """One per id, where asked for."""
-    prompt_logprobs: list[TokenLogprob | None] = []
-    """One per prompt token, once, where asked for; the first is None."""
+    prompt_logprobs: list[TokenLogprob] = []
+    """One per prompt token, once, where asked for; the first has no log-probability."""
     finish: Finish | None = None
     completion_tokens: int = 0
     """Output tokens up to and including this row; with ``finish`` the exact usage."""

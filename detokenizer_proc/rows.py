@@ -23,7 +23,7 @@ class PendingRow:
     texts: list[str] = field(default_factory=list)
     accepted: tuple[int, int] | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
 
     @classmethod

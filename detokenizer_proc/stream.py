@@ -210,19 +210,19 @@ class Stream:
             for n, token_id in enumerate(ids)
         ]
 
-    def _entry(self, token_id: int, logprob: float, top: TopLogprobs | None) -> TokenLogprob:
+    def _entry(self, token_id: int, logprob: float | None, top: TopLogprobs | None) -> TokenLogprob:
         show = self._vocabulary.show
         likely = []
         if top is not None:
             for other, value in zip(unpack_i32(top.ids).tolist(), unpack_f32(top.logprobs).tolist(), strict=True):
                 likely.append((*show(other), value))
-        return TokenLogprob(*show(token_id), logprob, likely)
+        return TokenLogprob(*show(token_id), logprob, likely, token_id, b"" if top is None else top.ids)
 
     def _is_first_of_one_token_prompt(self, row: TokenRow) -> bool:
         """The scheduler has no values to send then, but the prompt's only token is to be shown all the same."""
         return len(self.begin.prompt_ids) == 4 and row.index == 0 and self.num_ids == 0
 
-    def _prompt_logprobs(self, row: TokenRow) -> list[TokenLogprob | None]:
+    def _prompt_logprobs(self, row: TokenRow) -> list[TokenLogprob]:
         """One entry per prompt token; the first has no distribution before it."""
         ids = unpack_i32(self.begin.prompt_ids).tolist()
         values = unpack_f32(row.prompt_logprobs).tolist()
@@ -231,7 +231,7 @@ class Stream:
             self._entry(token_id, value, tops[n] if n < len(tops) else None)
             for n, (token_id, value) in enumerate(zip(ids[1:], values, strict=False))
         ]
-        return [None, *entries]
+        return [self._entry(ids[0], None, None), *entries]
 
 
 def _lost_ids(index: int, known: int) -> Finish:

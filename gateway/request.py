@@ -35,7 +35,7 @@ class Delta(msgspec.Struct, gc=False):
     ids: bytes
     """int32."""
     logprobs: list[TokenLogprob]
-    prompt_logprobs: list[TokenLogprob | None]
+    prompt_logprobs: list[TokenLogprob]
     finish: Finish | None
 
 

@@ -119,6 +119,16 @@ def check_stream_options(fields: GenerationFields) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptParams:
+    """What one prompt of a call has to itself, where each has its own."""
+
+    sampling: SamplingParams
+    text: TextParams
+    grammar: Grammar | None
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One call's generations: every prompt ``n`` times."""
 
@@ -135,6 +145,8 @@ class Plan:
     discard_output: bool = False
     rids: Sequence[str] = ()
     """The client's own names of the generations, one per prompt; empty: made from ``call_id``."""
+    own_params: Sequence[PromptParams] = ()
+    """One per prompt, in place of ``seed``, ``sampling``, ``text`` and ``grammar``; empty: all have the same."""
 
     def exchange(self, deps: Deps) -> Exchange:
         """One OpenRequest per prompt and choice; choice index = prompt index * n + choice of the prompt.
@@ -150,17 +162,19 @@ class Plan:
             )
         engine, now = deps.engine, time.time()
         exchange = Exchange(time.monotonic(), deps.config.http.stream_buffer_bytes)
-        seed = draw_seed() if self.seed is None else self.seed
+        drawn = draw_seed()
         for index in range(total):
             prompt, choice = divmod(index, self.n)
+            own: Plan | PromptParams = self.own_params[prompt] if self.own_params else self
+            seed = drawn if own.seed is None else own.seed
             generate = Generate(
                 rid=self.rids[index] if self.rids else self.call_id if total == 1 else f"{self.call_id}-{index}",
                 gateway=engine.gateway,
                 group=self.call_id if total > 1 else None,
                 prompt=self.prompts[prompt],
-                sampling=msgspec.structs.replace(self.sampling, seed=choice_seed(seed, choice)),
-                text=self.text,
-                grammar=self.grammar,
+                sampling=msgspec.structs.replace(own.sampling, seed=choice_seed(seed, choice)),
+                text=own.text,
+                grammar=own.grammar,
                 priority=self.priority,
                 cache_salt=self.cache_salt,
                 deadline=None if self.timeout_s is None else now + self.timeout_s,

@@ -1,8 +1,7 @@
 """``POST /generate``: SGLang's native form.
 
-``text`` or ``input_ids``, one or a list; ``sampling_params`` with SGLang's names. A streamed reply
-repeats the text so far in every event, as SGLang's does. Ids of the prompt's and of the top-k tokens
-are null in log-probabilities where the engine sends text alone.
+``text`` or ``input_ids``, one or a list; ``sampling_params`` with SGLang's names, for all prompts or as a
+list with one for each. A streamed reply repeats the text so far in every event, as SGLang's does.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from fastapi import Request, Response
 from pydantic import Field, PlainValidator, WithJsonSchema
 
 from common.errors import RequestError
-from common.messages import Prompt, TokenLogprob, unpack_i32
+from common.messages import Prompt, TokenizerReady, TokenLogprob, unpack_i32
 from gateway import grammar
 from gateway.fields import (
     LEAST_REPETITION_PENALTY,
@@ -31,7 +30,16 @@ from gateway.fields import (
     sampling_params,
     text_params,
 )
-from gateway.protocols.common import Deps, Plan, by_choice, new_generate_id, parse, read_json, refuse_unless
+from gateway.protocols.common import (
+    Deps,
+    Plan,
+    PromptParams,
+    by_choice,
+    new_generate_id,
+    parse,
+    read_json,
+    refuse_unless,
+)
 from gateway.protocols.openai_chat_reply import DONE, json_logprob
 from gateway.protocols.openai_completions import PROMPT_SCHEMA, engine_prompts, prompt_list
 from gateway.request import Delta, Exchange
@@ -84,6 +92,11 @@ class NativeSampling(Body):
     structural_tag: str | None = None
 
 
+def _or_a_list(schema: dict[str, Any]) -> None:
+    one = next(form for form in schema["anyOf"] if "$ref" in form)
+    schema["anyOf"] = [*schema["anyOf"], {"type": "array", "items": one, "minItems": 1}]
+
+
 class GenerateBody(Body):
     """What a client may send."""
 
@@ -95,7 +108,8 @@ class GenerateBody(Body):
         list[str] | list[list[int]] | None, PlainValidator(lambda value: _one_or_many(value, list)),
         WithJsonSchema({"anyOf": [*PROMPT_SCHEMA["anyOf"][2:], {"type": "null"}]}),
     ] = None  # fmt: skip
-    sampling_params: NativeSampling | None = None
+    sampling_params: NativeSampling | None = Field(default=None, json_schema_extra=_or_a_list)
+    """A list (one for each prompt) is taken apart before: see ``_samplings``."""
     rid: RidField = None
     stream: bool | None = None
     return_logprob: bool | None = None
@@ -117,12 +131,10 @@ def _one_or_many(value: Any, kind: type) -> list[str] | list[list[int]] | None:
 async def generate(request: Request, deps: Deps) -> Response:
     """Generate, in SGLang's native form."""
     data = await read_json(request, deps.config.http.max_request_bytes)
-    body = parse(GenerateBody, data)
+    several_params = _samplings(data)
+    body = parse(GenerateBody, data if several_params is None else {**data, "sampling_params": None})
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("send either 'text' or 'input_ids'", param="text")
-    native = body.sampling_params or NativeSampling()
-    spaces = "sampling_params.spaces_between_special_tokens"
-    refuse_unless(native.spaces_between_special_tokens, (True,), spaces, "text is as decoded")
     if not body.return_logprob:
         for name in ("top_logprobs_num", "logprob_start_len"):
             if getattr(body, name) is not None:
@@ -130,32 +142,29 @@ async def generate(request: Request, deps: Deps) -> Response:
     if isinstance(body.rid, str) and deps.engine.has_open(body.rid):  # of a list: seen when it is submitted
         # Also as the id of a call of several generations, which have rids of their own.
         raise RequestError(f"the rid {body.rid!r} is already in use", status=409, param="rid")
-    fields = _fields(native)
     model = deps.engine.check_accepting()
-    start = -1 if body.logprob_start_len is None else body.logprob_start_len
-    num_top = body.top_logprobs_num or 0
-    sampling = sampling_params(
-        fields,
-        model,
-        max_tokens=native.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
-        logprobs=num_top if body.return_logprob else None,
-    )
-    if start >= 0:
-        sampling = msgspec.structs.replace(sampling, prompt_logprobs=num_top)
     prompts = body.text if body.text is not None else body.input_ids or []
     raw = data.get("text") if body.text is not None else data.get("input_ids")
-    n = native.n or 1
-    several = n > 1 or (isinstance(raw, list) and isinstance(raw[0], (list, str)))
+    natives = several_params or [body.sampling_params or NativeSampling()]
+    if several_params is not None and len(natives) != len(prompts):
+        words = f"'sampling_params' is a list of {len(natives)}, and there are {len(prompts)} prompts: one for each"
+        raise RequestError(words, param="sampling_params", code="invalid_value")
+    n = natives[0].n or 1
+    if any((native.n or 1) != n for native in natives):
+        raise RequestError("'n' must be the same in all of 'sampling_params'", param="sampling_params")
+    own = [_prompt_params(native, body, model) for native in natives]
+    several = several_params is not None or n > 1 or (isinstance(raw, list) and isinstance(raw[0], (list, str)))
     engine_form: list[Prompt] = engine_prompts(prompts, model, True)
     plan = Plan(
         call_id=body.rid if isinstance(body.rid, str) else new_generate_id("gen-"),
         rids=_rids(body.rid, len(prompts), n) if isinstance(body.rid, list) else (),
         prompts=engine_form,
         n=n,
-        seed=native.sampling_seed,
-        sampling=sampling,
-        text=text_params(fields),
-        grammar=grammar.translate(fields),
+        seed=own[0].seed,
+        sampling=own[0].sampling,
+        text=own[0].text,
+        grammar=own[0].grammar,
+        own_params=own if several_params is not None else (),
         priority=body.priority or 0,
     )
     exchange = plan.exchange(deps)
@@ -163,10 +172,51 @@ async def generate(request: Request, deps: Deps) -> Response:
         exchange,
         several=several,
         logprobs=bool(body.return_logprob),
-        start=start,
+        start=_start(body),
         with_text=bool(body.return_text_in_logprobs),
     )
     return EngineReply(deps.engine, exchange, formatter, stream=bool(body.stream))
+
+
+def _samplings(data: dict[str, Any]) -> list[NativeSampling] | None:
+    """The list form of ``sampling_params``; None for the other. Raises RequestError naming the entry at fault."""
+    many = data.get("sampling_params")
+    if not isinstance(many, list):
+        return None
+    if not many:
+        raise RequestError("'sampling_params' is an empty list", param="sampling_params", code="invalid_value")
+    found = []
+    for index, one in enumerate(many):
+        try:
+            found.append(parse(GenerateBody, {"sampling_params": one}).sampling_params or NativeSampling())
+        except RequestError as error:
+            info, name = error.info, f"sampling_params[{index}]"
+            param = (info.param or "").replace("sampling_params", name, 1)
+            words = info.message.replace("sampling_params", name, 1)
+            raise RequestError(words, param=param, code=info.code) from None
+    return found
+
+
+def _start(body: GenerateBody) -> int:
+    """The first prompt position with a log-probability in the reply; -1: of the output alone."""
+    return -1 if body.logprob_start_len is None else body.logprob_start_len
+
+
+def _prompt_params(native: NativeSampling, body: GenerateBody, model: TokenizerReady) -> PromptParams:
+    """The engine's form. Raises RequestError for what the model does not allow."""
+    spaces = "sampling_params.spaces_between_special_tokens"
+    refuse_unless(native.spaces_between_special_tokens, (True,), spaces, "text is as decoded")
+    fields = _fields(native)
+    num_top = body.top_logprobs_num or 0
+    sampling = sampling_params(
+        fields,
+        model,
+        max_tokens=native.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
+        logprobs=num_top if body.return_logprob else None,
+    )
+    if _start(body) >= 0:
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=num_top)
+    return PromptParams(sampling, text_params(fields), grammar.translate(fields), native.sampling_seed)
 
 
 def _rids(rids: list[str], num_prompts: int, n: int) -> list[str]:
@@ -209,6 +259,7 @@ class NativeFormatter:
         self._outputs: list[list[Any]] = [[] for _ in range(num)]
         self._tops: list[list[Any]] = [[] for _ in range(num)]
         self._inputs: list[list[Any]] = [[] for _ in range(num)]
+        self._input_tops: list[list[Any]] = [[] for _ in range(num)]
 
     def opening(self) -> bytes:
         """Nothing: the first event carries text."""
@@ -238,15 +289,23 @@ class NativeFormatter:
         for delta in deltas:
             self._texts[index] += delta.text
             for item in delta.prompt_logprobs[max(0, self._start) :] if self._start >= 0 else ():
-                self._inputs[index].append([None, None, None] if item is None else self._entry(item, None))
-            for token_id, item in zip(unpack_i32(delta.ids).tolist(), delta.logprobs, strict=False):
-                self._outputs[index].append(self._entry(item, token_id))
-                self._tops[index].append(
-                    [[json_logprob(logprob), None, token] for token, _, logprob in item.top] or None
-                )
+                self._inputs[index].append(self._entry(item))
+                self._input_tops[index].append(self._top(item))
+            for item in delta.logprobs:
+                self._outputs[index].append(self._entry(item))
+                self._tops[index].append(self._top(item))
 
-    def _entry(self, item: TokenLogprob, token_id: int | None) -> list[Any]:
-        return [json_logprob(item.logprob), token_id, item.token if self._with_text else None]
+    def _entry(self, item: TokenLogprob) -> list[Any]:
+        """(log-probability, id, text): SGLang's triple, its text null unless asked for."""
+        return [json_logprob(item.logprob), item.token_id, item.token if self._with_text else None]
+
+    def _top(self, item: TokenLogprob) -> list[list[Any]] | None:
+        """The triples of the most likely tokens; None where none were asked for or there is no distribution."""
+        ids = unpack_i32(item.top_ids).tolist()
+        return [
+            [json_logprob(logprob), token_id, token if self._with_text else None]
+            for token_id, (token, _, logprob) in zip(ids, item.top, strict=True)
+        ] or None
 
     def _state(self, index: int) -> dict[str, Any]:
         record = self._exchange.records[index]
@@ -273,6 +332,7 @@ class NativeFormatter:
             meta["output_top_logprobs"] = self._tops[index]
             if self._start >= 0:
                 meta["input_token_logprobs"] = self._inputs[index]
+                meta["input_top_logprobs"] = self._input_tops[index]
         state: dict[str, Any] = {
             "text": self._texts[index],
             "output_ids": unpack_i32(bytes(record.ids)).tolist(),

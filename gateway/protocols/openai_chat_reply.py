@@ -183,6 +183,6 @@ def chat_logprobs(items: list[TokenLogprob]) -> dict[str, Any]:
     }
 
 
-def json_logprob(value: float) -> float:
-    """JSON has no infinity; OpenAI writes -9999.0 for a token that cannot be."""
-    return max(value, -9999.0)
+def json_logprob(value: float | None) -> float | None:
+    """JSON has no infinity; OpenAI writes -9999.0 for a token that cannot be. None: there is no value."""
+    return None if value is None else max(value, -9999.0)

@@ -148,15 +148,15 @@ class LogprobTable:
             self._offset += len(self._decoder.decode(item.data))
         return table
 
-    def _add_prompt(self, table: dict[str, list[Any]], items: list[TokenLogprob | None]) -> None:
+    def _add_prompt(self, table: dict[str, list[Any]], items: list[TokenLogprob]) -> None:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        known = [item for item in items if item is not None]
+        known = [item for item in items if item.logprob is not None]
         num_chars = len(b"".join(item.data for item in known).decode("utf-8", "replace"))
         # The first token has no distribution, so its text is what the others leave of the prompt.
         offset = max(0, len(self._prompt_text) - num_chars)
         first = self._prompt_text[:offset]
         for item in items:
-            if item is None:
+            if item.logprob is None:
                 table["tokens"].append(first)
                 table["token_logprobs"].append(None)
                 table["top_logprobs"].append(None)

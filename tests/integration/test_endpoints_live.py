@@ -138,7 +138,16 @@ def test_sglangs_form_takes_ids_batches_and_a_rid(client: httpx.Client) -> None:
     first, second = client.post("/generate", json=body).json()
     assert first["output_ids"] == one["output_ids"]
     assert len(first["meta_info"]["input_token_logprobs"]) == len(tokens)
-    assert second["meta_info"]["input_token_logprobs"] == [[None, None, None]]
+    assert [token_id for _, token_id, _ in first["meta_info"]["input_token_logprobs"]] == tokens
+    assert [token_id for _, token_id, _ in first["meta_info"]["output_token_logprobs"]] == first["output_ids"]
+    assert second["meta_info"]["input_token_logprobs"] == [[None, 70, None]]
+    body |= {"top_logprobs_num": 2, "sampling_params": [sampling, {**sampling, "max_new_tokens": 2}]}
+    first, second = client.post("/generate", json=body).json()
+    assert (len(first["output_ids"]), len(second["output_ids"])) == (4, 2)
+    likeliest = [top[0][1] for top in first["meta_info"]["output_top_logprobs"]]
+    assert likeliest == first["output_ids"], "greedy takes the most likely"
+    assert first["meta_info"]["input_top_logprobs"][0] is None
+    assert all(len(top) == 2 for top in first["meta_info"]["input_top_logprobs"][1:])
     batch = {"text": ["to be", "or"], "sampling_params": sampling}
     named = client.post("/generate", json={**batch, "rid": ["a", "b"]}).json()
     assert [one["meta_info"]["id"] for one in named] == ["a", "b"]

@@ -18,10 +18,12 @@ from common.messages import (
     StopHit,
     TextParams,
     TokenBatch,
+    TokenLogprob,
     TokenRow,
     TopLogprobs,
     pack_f32,
     pack_i32,
+    unpack_i32,
 )
 from detokenizer_proc.decoding import Vocabulary
 from detokenizer_proc.outbox import Outbox
@@ -424,6 +426,8 @@ def test_logprobs_travel_with_their_ids(bench: Bench) -> None:
     assert reader.logprobs[0].token == "a"
     assert reader.logprobs[1].token == "\ufffd"
     assert reader.logprobs[1].top == [("a", b"a", -0.5)]
+    assert [entry.token_id for entry in reader.logprobs] == ids
+    assert unpack_i32(reader.logprobs[1].top_ids).tolist() == bench.ids("a")
 
 
 def test_a_prompt_of_one_token_has_an_entry_too(bench: Bench) -> None:
@@ -431,7 +435,9 @@ def test_a_prompt_of_one_token_has_an_entry_too(bench: Bench) -> None:
     bench.step(TokenRow("r", 0, 0, pack_i32([6]), logprobs=pack_f32([-1.0])))
     bench.step(TokenRow("r", 0, 1, pack_i32([7]), logprobs=pack_f32([-1.0]), finish=LENGTH))
     rows = read(bench.gateway()).rows
-    assert [row.prompt_logprobs for row in rows if row.prompt_logprobs] == [[None]]
+    assert [row.prompt_logprobs for row in rows if row.prompt_logprobs] == [
+        [TokenLogprob(*Vocabulary(bench.tokenizer).show(5), None, token_id=5)]
+    ]
 
 
 def test_prompt_logprobs_have_one_entry_per_prompt_token(bench: Bench) -> None:
@@ -440,10 +446,10 @@ def test_prompt_logprobs_have_one_entry_per_prompt_token(bench: Bench) -> None:
     values = [-1.0 - n for n in range(len(prompt) - 1)]
     bench.step(TokenRow("r", 0, 0, b"", prompt_logprobs=pack_f32(values), finish=LENGTH))
     entries = read(bench.gateway()).rows[-1].prompt_logprobs
-    assert entries[0] is None
-    assert [entry.logprob for entry in entries if entry] == values
+    assert [entry.logprob for entry in entries] == [None, *values]
+    assert [entry.token_id for entry in entries] == prompt
     assert (
-        b"".join(entry.data for entry in entries if entry)
+        b"".join(entry.data for entry in entries[1:])
         == bench.tokenizer.decode(prompt)[len(bench.tokenizer.decode(prompt[:1])) :].encode()
     )
 

@@ -154,7 +154,9 @@ def test_native_generate_has_sglangs_form(live: Live) -> None:
     assert (meta["id"], meta["finish_reason"]) == ("r1", {"type": "length", "length": 2})
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (7, 2, 0)
     assert meta["output_token_logprobs"] == [[-0.5, 100, "Hel"], [-0.5, 101, "lo"]]
-    assert meta["input_token_logprobs"] == [[None, None, None], [-0.5, None, "i"]]
+    assert meta["input_token_logprobs"] == [[None, ord("h"), "h"], [-0.5, ord("i"), "i"]]
+    assert meta["input_top_logprobs"] == [None, [[-0.5, ord("i"), "i"]]]
+    assert meta["output_top_logprobs"] == [[[-0.5, 100, "Hel"]], [[-0.5, 101, "lo"]]]
     sampling = live.engine.generates[-1].sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (2, 0.0, 4)
 
@@ -170,6 +172,46 @@ def test_native_batch_is_a_list(live: Live) -> None:
     assert len(live.post("/generate", {"text": ["a", "b"]}).json()) == 2
     assert len(live.post("/generate", {"text": "a", "sampling_params": {"n": 2}}).json()) == 2
     assert isinstance(live.post("/generate", {"input_ids": [1, 2]}).json(), dict)
+
+
+def test_native_log_probabilities_have_ids_and_no_text_unless_asked_for(live: Live) -> None:
+    body = {"text": "hi", "return_logprob": True, "logprob_start_len": 1, "top_logprobs_num": 2}
+    meta = live.post("/generate", body).json()["meta_info"]
+    assert meta["output_token_logprobs"] == [[-0.5, 100 + i, None] for i in range(3)]
+    assert meta["output_top_logprobs"][0] == [[-0.5, 100, None], [-1.5, 1, None]]
+    assert meta["input_token_logprobs"] == [[-0.5, ord("i"), None]]
+    assert meta["input_top_logprobs"] == [[[-0.5, ord("i"), None], [-1.5, 1, None]]]
+
+
+def test_native_sampling_params_of_each_prompt(live: Live) -> None:
+    params = [{"max_new_tokens": 1, "temperature": 0}, {"max_new_tokens": 2, "sampling_seed": 7, "stop": "x"}, {}]
+    replies = live.post("/generate", {"text": ["a", "b", "c"], "sampling_params": params}).json()
+    assert [reply["text"] for reply in replies] == ["Hel", "Hello", "Hello world"]
+    sent = live.engine.generates[-3:]
+    assert [message.sampling.max_tokens for message in sent] == [1, 2, 128]
+    assert [message.sampling.temperature for message in sent] == [0.0, 1.0, 1.0]
+    assert [message.text.stop for message in sent] == [(), ("x",), ()]
+    assert sent[1].sampling.seed == 7 and sent[0].sampling.seed == sent[2].sampling.seed != 7
+    twice = live.post("/generate", {"text": ["a"], "sampling_params": [{"n": 2}]}).json()
+    assert [reply["index"] for reply in twice] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ([], "sampling_params"),
+        ([{}], "sampling_params"),
+        ([{}, {"temperature": 3}], "sampling_params[1].temperature"),
+        ([{"unknown": 1}, {}], "sampling_params[0].unknown"),
+        ([{}, 5], "sampling_params[1]"),
+        ([{"n": 1}, {"n": 2}], "sampling_params"),
+    ],
+)
+def test_native_lists_of_sampling_params_name_the_entry_at_fault(live: Live, params: list[Any], param: str) -> None:
+    refused = live.post("/generate", {"text": ["a", "b"], "sampling_params": params})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == param
+    assert f"'{param}'" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

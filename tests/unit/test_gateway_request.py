@@ -70,7 +70,7 @@ def test_first_acceptance_fixes_the_counts() -> None:
 
 def test_prompt_logprobs_that_come_again_are_dropped() -> None:
     request = record()
-    prompt = [None, TokenLogprob("b", b"b", -0.5, [])]
+    prompt = [TokenLogprob("a", b"a", None), TokenLogprob("b", b"b", -0.5)]
     first = request.apply(TextRow("r", 0, 0, pack_i32([5]), 0, "x", (2, 0), prompt_logprobs=prompt))
     assert first is not None and first.prompt_logprobs == prompt
     again = request.apply(TextRow("r", 1, 0, pack_i32([5, 6]), 0, "xy", (2, 0), prompt_logprobs=prompt))

@@ -20,7 +20,8 @@ CHAT = m.ChatPrompt(
     messages=[{"role": "user", "content": "hi"}], tools=[{"type": "function"}], add_generation_prompt=False,
     continue_final_message=True, template_kwargs={"k": None},
 )  # fmt: skip
-TOKEN = m.TokenLogprob("é", b"\xc3\xa9", -0.5, [("a", b"a", -1.5)])
+FIRST = m.TokenLogprob("a", b"a", None, [], 4)
+TOKEN = m.TokenLogprob("é", b"\xc3\xa9", -0.5, [("a", b"a", -1.5)], 5, m.pack_i32([6]))
 
 SAMPLES: list[Any] = [
     m.Generate(
@@ -77,7 +78,7 @@ SAMPLES: list[Any] = [
     ),
     m.TextBatch(
         detokenizer_generation=1,
-        rows=[m.TextRow("r1", 0, 1, m.pack_i32([5]), 3, "é", (3, 2), [TOKEN], [None, TOKEN], FINISH, 2)],
+        rows=[m.TextRow("r1", 0, 1, m.pack_i32([5]), 3, "é", (3, 2), [TOKEN], [FIRST, TOKEN], FINISH, 2)],
     ),
     m.StopHit(rid="r1", attempt=0, index=4, stop="END"),
     m.GatewayStuck(gateway="gateway-0"),
