@@ -16,7 +16,14 @@ from common.errors import ConfigError
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx", "max_sequence_length")
 """Names under which the configurations of the model families give the most positions."""
-_DEFAULT_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+DEFAULT_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 2),
+}
+"""Sampling defaults that are taken from generation_config.json, and what a client may set them to (top_p: above 0)."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _NO_LIMIT = 10**9
 """``model_max_length`` is a huge number where a tokenizer states no limit."""
@@ -75,8 +82,8 @@ def load_model_info(config: ServerConfig) -> ModelInfo:
     """Read everything from ``config.model_dir`` and the tokenizer's folder.
 
     Raises:
-        ConfigError: a file is broken, the vocabulary or the context length is unknown, or
-            ``--chat-template`` names nothing usable.
+        ConfigError: a file is broken, the vocabulary or the context length is unknown, a sampling default is
+            out of range, or ``--chat-template`` names nothing usable.
     """
     model_dir, folder = Path(config.model_dir), tokenizer_folder(config)
     top = read_json(model_dir / "config.json")
@@ -94,7 +101,7 @@ def load_model_info(config: ServerConfig) -> ModelInfo:
         vocab_size=vocab_size,
         eos_token_ids=_eos_ids(generation, text, top),
         special_tokens=special,
-        default_sampling=_default_sampling(generation) if config.model.sampling_defaults == "model" else {},
+        default_sampling=_default_sampling(generation, model_dir) if config.model.sampling_defaults == "model" else {},
         templates=templates,
         template_source=source,
     )
@@ -124,12 +131,20 @@ def _eos_ids(generation: dict[str, Any], text: dict[str, Any], top: dict[str, An
     return ()
 
 
-def _default_sampling(generation: dict[str, Any]) -> dict[str, float]:
+def _default_sampling(generation: dict[str, Any], folder: Path) -> dict[str, float]:
     found = {}
-    for key in _DEFAULT_KEYS:
+    for key, (low, high) in DEFAULT_RANGES.items():
         value = generation.get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            found[key] = float(value)
+        if value is None:
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or (key == "top_p" and value == 0):
+            bounds = f"{'above ' if key == 'top_p' else ''}{low:g} to {high:g}"
+            raise ConfigError(
+                f"{folder / 'generation_config.json'}: the default {key} is {value!r}, must be a number from {bounds}: "
+                "correct it, or start with --sampling-defaults openai"
+            )
+        found[key] = float(value)
     return found
 
 

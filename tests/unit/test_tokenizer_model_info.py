@@ -10,9 +10,10 @@ import pytest
 
 from common.config import ModelConfig, ServerConfig
 from common.errors import ConfigError
+from gateway.fields import GenerationFields
 from tests.unit.text_tokenizers import byte_level_json
 from tokenizer_proc.main import load
-from tokenizer_proc.model_info import ModelInfo, load_model_info
+from tokenizer_proc.model_info import DEFAULT_RANGES, ModelInfo, load_model_info
 
 
 def folder(path: Path, **files: Any) -> Path:
@@ -61,6 +62,28 @@ def test_sampling_defaults_can_be_switched_off(tmp_path: Path) -> None:
     folder(tmp_path, generation_config={"temperature": 0.6, "top_k": 20, "do_sample": True, "max_length": 9})
     assert info(tmp_path).default_sampling == {"temperature": 0.6, "top_k": 20.0}
     assert info(tmp_path, sampling_defaults="openai").default_sampling == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("temperature", 5), ("temperature", float("nan")), ("temperature", "hot"), ("top_p", 0), ("top_p", True),
+     ("top_k", -2), ("min_p", 1.5), ("repetition_penalty", 0)],
+)  # fmt: skip
+def test_sampling_defaults_out_of_range_end_the_start(tmp_path: Path, key: str, value: Any) -> None:
+    folder(tmp_path, generation_config={key: value})
+    with pytest.raises(ConfigError, match=f"default {key} is .* --sampling-defaults openai"):
+        info(tmp_path)
+    assert info(tmp_path, sampling_defaults="openai").default_sampling == {}
+
+
+def test_sampling_defaults_have_the_ranges_of_requests(tmp_path: Path) -> None:
+    generation = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": None, "repetition_penalty": 2}
+    found = info(folder(tmp_path, generation_config=generation)).default_sampling
+    assert found == {"temperature": 0, "top_p": 1, "top_k": -1, "repetition_penalty": 2}
+    for key, (low, high) in DEFAULT_RANGES.items():
+        limits = {type(limit).__name__: limit for limit in GenerationFields.model_fields[key].metadata}
+        assert limits["Le"].le == high
+        assert (limits["Gt"].gt if key == "top_p" else limits["Ge"].ge) == low
 
 
 def test_special_tokens_as_text_or_as_objects(tmp_path: Path) -> None:
