@@ -21,6 +21,7 @@ ENGINE = {
     "num_preemptions": "Times a running request gave its pages to others",
     "num_steps": "Forward steps of the worker",
     "num_prefill_tokens": "Prompt tokens computed",
+    "num_bad_frames": "Frames and connections refused by the engine's inboxes",
     "num_invariant_failures": "Times the bookkeeping of KV pages did not add up",
     "num_finished_requests": "Requests that ended, by finish reason",
     "num_aborted_requests": "Requests ended from outside or never begun, by cause",

@@ -189,16 +189,19 @@ def test_supervisord_starts_restarts_and_stops_the_server(tmp_path: Path) -> Non
         eventually(lambda: not list(Path(run_folder).iterdir()), 10, "no run directory left")
 
 
-def test_the_systemd_unit_is_well_formed_and_hardened() -> None:
+@pytest.mark.parametrize(("unit", "exposure"), [("quintet.service", 1.3), ("quintet-gateway.service", 1.2)])
+def test_the_systemd_units_are_as_hardened_as_the_docs_say(unit: str, exposure: float) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd is not installed")
     out = subprocess.run(
-        ["systemd-analyze", "security", "--offline=true", str(DEPLOY / "quintet.service")],
+        ["systemd-analyze", "security", "--offline=true", str(DEPLOY / unit)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    found = re.search(r"exposure level for quintet.service: ([\d.]+)", out.stdout)
+    found = re.search(rf"exposure level for {unit}: ([\d.]+)", out.stdout)
     assert found is not None, out.stderr
-    assert float(found.group(1)) <= 1.5
+    assert float(found.group(1)) <= exposure
+    operations = (ROOT / "docs" / "operations.md").read_text()
+    assert re.search(rf"`deploy/{unit}` \([^)]*exposure {exposure}\)", operations)
 
 
 def test_alerts_dashboard_and_compose_load_and_name_metrics_that_exist() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from common import flags
+from gateway.join import JoinCommand
 
 ROOT = Path(__file__).resolve().parents[2]
 ALIASES = {"--" + name.replace("_", "-") for name in flags.ALIASES}
@@ -19,6 +20,7 @@ def test_files_and_flags_named_in_the_docs_exist(page: Path) -> None:
     text = page.read_text()
     paths = set(re.findall(r"`([a-z_]+(?:/[\w.]+)*(?:\.py|/))`", text))
     assert not [path for path in paths if not (ROOT / path).exists()]
-    known = {flag.option for flag in flags.all_flags()} | {"--help", "--config", *ALIASES}
+    known = {flag.option for flag in (*flags.all_flags(), *flags.all_flags(JoinCommand))}
+    known |= {"--help", "--config", "--make-curve-keys", *ALIASES}
     named = set(re.findall(r"`(--[a-z-]+)", text))
     assert not named - known
