@@ -26,7 +26,7 @@ from bench.gpu_shapes import QWEN2_5_7B, SEED_LOAD, TINY, TINY_LOAD, write_folde
 
 PARTS = ("compile", "check", "kernels", "steps", "serve", "transformers")
 TESTS = ["tests/unit/test_gpu_attention.py", "tests/unit/test_gpu_sampling.py", "tests/unit/test_gpu_rowwise.py",
-         "tests/unit/test_gpu_backends.py"]  # fmt: skip
+         "tests/unit/test_gpu_backends.py", "tests/unit/test_gpu_fused.py"]  # fmt: skip
 
 
 def run_module(arguments: list[str], environment: dict[str, str] | None = None) -> list[dict[str, Any]]:
