@@ -75,7 +75,7 @@ def try_model(ranks: Ranks, model_type: str) -> tuple[str, str]:
     finally:
         shutil.rmtree(folder)
     if errors := [answer.error for answer in answers if answer.error]:
-        return "refused", _line(re.sub(r"^ConfigError: |--tp-size 2: ", "", errors[0]))
+        return "refused", _line(re.sub(rf"^ConfigError: |--tp-size 2: |{re.escape(folder)}: ", "", errors[0]))
     error = float(np.linalg.norm(answers[0].logits[0] - want) / np.linalg.norm(want))
     if error > TOLERANCE or not np.array_equal(answers[0].logits, answers[1].logits):
         return "wrong", f"relative error {error:.2g}"
