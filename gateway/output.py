@@ -34,9 +34,10 @@ class ChoiceOutput:
         events: list[Event] = []
         rest = text
         if self._reasoning is not None:
-            if self._reasoning.in_reasoning:
-                self.reasoning_tokens += num_tokens
+            inside = self._reasoning.in_reasoning
             thought, rest = self._reasoning.feed(text)
+            if inside:
+                self.reasoning_tokens += num_tokens - _share(num_tokens, rest, text)
             if last:
                 more_thought, more_rest = self._reasoning.flush()
                 thought, rest = thought + more_thought, rest + more_rest
@@ -53,6 +54,15 @@ class ChoiceOutput:
             self.reasons = True
             self.reasoning_tokens += num_tokens
         return events + parsed
+
+
+def _share(num_tokens: int, part: str, text: str) -> int:
+    """How many of the tokens of ``text`` are those of its end ``part``, by length.
+
+    Tokens that come one at a time are told apart exactly; several that come together are not, because
+    nobody says where in their text each begins.
+    """
+    return round(num_tokens * len(part) / len(text)) if text else 0
 
 
 class ToolSupport:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from gateway.output import ChoiceOutput
 from gateway.reasoning.parser import ReasoningParser
 from gateway.reasoning.registry import FORMATS, create, format_of
+from gateway.tool_parsers.base import ReasoningDelta, TextDelta
 
 
 def split(parser: ReasoningParser, pieces: list[str]) -> tuple[str, str]:
@@ -101,3 +103,16 @@ def test_where_the_output_begins(name: str, opens: bool, kwargs: dict[str, bool]
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="qwen3"):
         format_of("qwen9")
+
+
+@pytest.mark.parametrize("size", range(1, 15))
+def test_reasoning_tokens_are_counted_whatever_comes_together(size: int) -> None:
+    text = "abc</think>def"  # one token a character
+    output = ChoiceOutput(create("qwen3", reasoning_opens=True), None)
+    events = []
+    for at in range(0, len(text), size):
+        piece = text[at : at + size]
+        events += output.feed(piece, len(piece), last=at + size >= len(text))
+    assert output.reasoning_tokens == len("abc</think>")
+    assert "".join(event.text for event in events if isinstance(event, ReasoningDelta)) == "abc"
+    assert "".join(event.text for event in events if isinstance(event, TextDelta)) == "def"
