@@ -42,9 +42,9 @@ def test_every_filter_draws_what_torch_draws(decimals: int | None) -> None:
         {"min_p": 0.05}, {"top_k": 40, "top_p": 0.7}, {"top_k": 3, "top_p": 0.99, "min_p": 0.2, "temperature": 2.0},
     ]  # fmt: skip
     logits = logits_of(len(kinds), 1, decimals)
-    for index in range(3):
+    for index in range(2):
         requests = [request(r, index, seed=r, **kind) for r, kind in enumerate(kinds)]
-        got, bad = sampler().sample(logits, requests)
+        got, bad = sampler(block=256).sample(logits, requests)
         assert got.tolist() == TorchSampler().sample(logits, requests)[0].tolist()
         assert not bad.any()
 
