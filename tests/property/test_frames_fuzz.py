@@ -73,7 +73,7 @@ def wire(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     one.close()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_frame_is_taken_or_counted_and_the_next_message_arrives(wire: Wire, data: st.DataObject) -> None:
     frames = data.draw(st.lists(st.one_of(garbage(), mutilated(INBOX_TYPES[wire.kind])), min_size=1, max_size=8))

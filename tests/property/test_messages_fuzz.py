@@ -32,7 +32,9 @@ from tests.property.frames import messages
 from tests.unit.sched_support import Rig
 from tests.unit.test_tokenizer_server import Bench
 
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(
+    max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
 
 
 def over_the_wire(batch: list[Any], kind: str) -> list[Any]:
