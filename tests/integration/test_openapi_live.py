@@ -67,9 +67,16 @@ def tame(body: Any, path: str) -> None:
         if "prompt" in body:
             body["prompt"] = in_vocabulary(body["prompt"])
     elif path == "/generate":
-        tame(body.get("sampling_params"), "")
-        body["sampling_params"] = {**(body.get("sampling_params") or {}), "max_new_tokens": 3}
-        body["text"], body["input_ids"] = body.get("text") or "x", None
+        text = body["text"] = body.get("text") or "x"
+        body["input_ids"] = None
+        given = body.get("sampling_params")
+        each = [one or {} for one in (given if isinstance(given, list) else [given])]
+        for one in each:
+            tame(one, "")
+            one |= {"max_new_tokens": 3, "n": each[0].get("n")}
+        num_prompts = len(text) if isinstance(text, list) else 1
+        one_each = [each[i % len(each)] for i in range(num_prompts)]
+        body["sampling_params"] = one_each if isinstance(given, list) else each[0]
     else:
         body.pop("model", None)
     for key, least, span in (("n", 1, 3), ("min_tokens", 0, 2), ("min_new_tokens", 0, 2)):
