@@ -25,7 +25,7 @@ OURS = {*ALLOWED, "tools", "bench"}
 HEAVY = {"torch", "transformers", "triton"}
 COMMON_FILES = {
     "__init__", "channels", "config", "curve", "errors", "flags", "grammar_compile", "grammar_ebnf", "grammar_lark",
-    "grammar_regex", "grammar_schema", "grammar_tags", "grammar_text", "messages", "notify", "process",
+    "grammar_regex", "grammar_schema", "grammar_tags", "grammar_text", "notify", "process",
     "schema_formats", "schema_keywords", "schema_place", "schema_rewrites", "schema_text", "trace", "trace_channels",
 }  # fmt: skip
 """A closed list: what every process shares is a decision, never a drawer."""
@@ -76,6 +76,7 @@ def test_only_the_worker_imports_torch(package: str) -> None:
 
 def test_common_is_a_closed_list() -> None:
     assert {path.stem for path in (ROOT / "common").glob("*.py")} == COMMON_FILES
+    assert {path.name for path in (ROOT / "common").iterdir() if (path / "__init__.py").is_file()} == {"messages"}
 
 
 def test_every_package_is_listed_for_installation() -> None:
