@@ -34,7 +34,7 @@ def same_prefix_pair(url: str, pairs: int) -> tuple[float, float, int]:
     """(first TTFT, second TTFT) in ms, medians over pairs of different prefixes, and the second's cached tokens."""
     first, second, cached = [], [], []
     for pair in range(pairs):
-        options = Options(url, "default", "shared-prefix", 1, 2, seed=1000 + pair, warmup=1)
+        options = Options(url, "default", "same-prefix", 1, 2, seed=1000 + pair, warmup=1)
         run = asyncio.run(serve_bench.run(options))
         if run.errors:
             raise RuntimeError(run.errors[0])

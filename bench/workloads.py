@@ -2,8 +2,9 @@
 
     short          about 32 prompt tokens of content, 64 new tokens
     decode         short prompt, 256 new tokens
-    long-prompt    about 1,000 prompt tokens, all different, 16 new tokens
-    shared-prefix  one system prompt of about 1,000 tokens, short different questions, 32 new tokens
+    long-prompt    about 800 prompt tokens, all different, 16 new tokens
+    shared-prefix  one system prompt of about 800 tokens, short different questions, 32 new tokens
+    same-prefix    as shared-prefix, of about 1,000 tokens
     multi-turn     n / 5 users, 5 turns each, every turn resends its whole history, 32 new tokens
     mixed          60 % short, 20 % shared-prefix, 20 % long-prompt
     json           short prompt, response_format json_schema, at most 96 new tokens
@@ -34,7 +35,7 @@ PERSON_SCHEMA: dict[str, Any] = {
     "required": ["name", "age", "tags"],
 }
 
-KINDS = ("short", "decode", "long-prompt", "shared-prefix", "multi-turn", "mixed", "json")
+KINDS = ("short", "decode", "long-prompt", "shared-prefix", "same-prefix", "multi-turn", "mixed", "json")
 TURNS = 5
 
 Messages = list[dict[str, str]]
@@ -55,9 +56,9 @@ def words(rng: random.Random, n: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(n))
 
 
-def shared_system_prompt(seed: int) -> str:
-    """The system prompt all ``shared-prefix`` requests of a seed have in common."""
-    return "You are a careful assistant. " + words(random.Random(seed + 1), 800)
+def shared_system_prompt(seed: int, num_words: int = 800) -> str:
+    """The system prompt all ``shared-prefix`` requests of a seed have in common; a word is about a token."""
+    return "You are a careful assistant. " + words(random.Random(seed + 1), num_words)
 
 
 def single_turn(rng: random.Random, kind: str, shared: str) -> Job:
@@ -68,7 +69,7 @@ def single_turn(rng: random.Random, kind: str, shared: str) -> Job:
         return Job(kind, [_user("Write a long story about " + words(rng, 5) + ".")], 256)
     if kind == "long-prompt":
         return Job(kind, [_user(words(rng, 800) + "\nSummarise the above.")], 16)
-    if kind == "shared-prefix":
+    if kind in ("shared-prefix", "same-prefix"):
         return Job(kind, [{"role": "system", "content": shared}, _user("About " + words(rng, 6) + "?")], 32)
     if kind == "json":
         response_format = {
@@ -83,7 +84,7 @@ def single_turn(rng: random.Random, kind: str, shared: str) -> Job:
 def jobs(kind: str, n: int, seed: int) -> list[Job]:
     """``n`` independent requests of a workload (``multi-turn`` has its own form: see ``opening``)."""
     rng = random.Random(seed)
-    shared = shared_system_prompt(seed)
+    shared = shared_system_prompt(seed, 1000 if kind == "same-prefix" else 800)
     out = []
     for _ in range(n):
         drawn = rng.choices(["short", "shared-prefix", "long-prompt"], [6, 2, 2])[0] if kind == "mixed" else kind
