@@ -32,6 +32,7 @@ class Scene:
         self._cell = cell
         self._expected = expected
         self._salt = salt
+        self._tried = 0
         self._streams: list[tuple[str, Stream]] = []
         """(phase, stream) whose ends are compared."""
         self._doomed: list[Stream] = []
@@ -41,7 +42,8 @@ class Scene:
 
     def play(self, fault: Fault) -> None:
         """Raises AssertionError unless every stream ends as if nothing had happened, and the engine is whole after."""
-        for _ in range(NUM_TRIES):
+        for number in range(NUM_TRIES):
+            self._tried = number  # what a try computed would help the next through the prefix cache
             self._bring_into_phase()
             began = time.monotonic()
             if self._in_phase():
@@ -88,18 +90,18 @@ class Scene:
     def _open(self, phase: str) -> Stream:
         """A request of the cell's. Where a gateway dies they are its own, and others are compared."""
         if self._cell.role == "gateway":
-            stream = Stream(self._server.url, DOOMED, body_of(phase, self._salt))
+            stream = Stream(self._server.url, DOOMED, body_of(phase, f"{self._salt}-{self._tried}"))
             self._doomed.append(stream)
         else:
             gateway = (DOOMED, OTHER)[len(self._streams) % 2]
-            stream = Stream(self._server.url, gateway, body_of(phase, self._salt))
+            stream = Stream(self._server.url, gateway, body_of(phase, f"{self._salt}-{self._tried}"))
             self._streams.append((phase, stream))
         stream.start()
         return stream
 
     def _fill(self, phase: str) -> Stream:
         gateway = OTHER if self._cell.role == "gateway" else (DOOMED, OTHER)[len(self._streams) % 2]
-        stream = Stream(self._server.url, gateway, body_of(phase, self._salt))
+        stream = Stream(self._server.url, gateway, body_of(phase, f"{self._salt}-{self._tried}"))
         self._streams.append((phase, stream))
         stream.start()
         return stream

@@ -10,7 +10,7 @@ import pytest
 from tests.faults.conftest import WHOLE
 from tests.faults.soak import soak
 
-SECONDS = float(os.environ.get("QUINTET_SOAK_SECONDS", "1800" if WHOLE else "20"))
+SECONDS = float(os.environ.get("QUINTET_SOAK_SECONDS", "1800" if WHOLE else "12"))
 
 
 @pytest.mark.integration

@@ -24,6 +24,8 @@ from tests.integration.tiny_folder import make_tiny_folder
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 CHAT = "/v1/chat/completions"
+QUICK = {"hermes", "mistral", "qwen3_coder"}
+"""Families of the suite; the others are slow tests."""
 OPENING = {
     "hermes": "<tool_call>", "qwen3_coder": "<tool_call>", "llama3": "<|python_tag|>", "mistral": "[TOOL_CALLS]",
     "glm45": "<tool_call>", "deepseek_v3": "<｜tool▁calls▁begin｜>", "kimi_k2": "<|tool_calls_section_begin|>",
@@ -53,7 +55,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_folder(tmp_path_factory.mktemp("models") / "tiny", special=special, plain=["<tool_call>"])
 
 
-@pytest.fixture(scope="module", params=sorted(OPENING))
+@pytest.fixture(
+    scope="module",
+    params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in sorted(OPENING)],
+)
 def family(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[str, Server]]:
     server = Server(
         ["--model", str(folder), "--served-model-name", "tiny", "--tool-call-parser", request.param, *CPU_ARGS]

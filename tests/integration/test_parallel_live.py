@@ -69,7 +69,12 @@ def test_one_rank_and_two_give_the_same(pair: Server, undisturbed: Assembled, sh
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("worker-1", signal.SIGKILL), ("worker-0", signal.SIGKILL), ("worker-1", signal.SIGSTOP)]
+    ("name", "number"),
+    [
+        ("worker-1", signal.SIGKILL),
+        pytest.param("worker-0", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("worker-1", signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
 )
 def test_streams_go_on_when_a_rank_dies_or_stops(
     pair: Server, undisturbed: Assembled, name: str, number: signal.Signals

@@ -107,6 +107,7 @@ def test_streams_survive_a_kill(fleet: Server, undisturbed: dict[str, Assembled]
     eventually(lambda: is_idle(fleet), 60, "idle again")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["detokenizer-0", "scheduler-0"])
 def test_streams_survive_a_process_that_stops_answering(
     fleet: Server, undisturbed: dict[str, Assembled], name: str

@@ -194,6 +194,7 @@ def test_a_stream_goes_on_when_the_engine_is_started_again(
     assert far.process.wait(40) == 1 and "started again with other settings" in far.log
 
 
+@pytest.mark.slow
 def test_a_drain_of_the_engine_waits_for_streams_of_gateways_elsewhere(
     server: Callable[..., Server], keys: Path, join: Callable[..., RemoteGateway]
 ) -> None:

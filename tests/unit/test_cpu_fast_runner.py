@@ -62,7 +62,13 @@ def test_logits_are_at_least_as_exact_as_transformers_in_bf16(name: str) -> None
     assert error < bf16_error
 
 
-@pytest.mark.parametrize("isa", [isa.name for isa in ALL if isa.name != "avx512"])
+@pytest.mark.parametrize(
+    "isa",
+    [
+        pytest.param(isa.name, marks=pytest.mark.slow) if isa.name == "avx512_bf16" else isa.name
+        for isa in ALL if isa.name != "avx512"
+    ],
+)  # fmt: skip
 def test_every_instruction_set_gives_the_same_logits_up_to_rounding(isa: str) -> None:
     if isinstance(detect((isa,)), str):
         pytest.skip(f"this machine has no {isa}")
