@@ -52,6 +52,8 @@ class Options:
     timeout_s: float = 600.0
     ignore_eos: bool = True
     label: str = ""
+    answer_tokens: int = 32
+    """New tokens of each turn of ``multi-turn``."""
 
 
 @dataclass
@@ -169,7 +171,7 @@ async def _multi_turn(client: Client, options: Options) -> None:
         async with gate:
             rng, history = workloads.opening(options.seed, user)
             for turn in range(workloads.TURNS):
-                reply = await client.send(workloads.next_turn(rng, history), turn)
+                reply = await client.send(workloads.next_turn(rng, history, options.answer_tokens), turn)
                 history.append({"role": "assistant", "content": reply})
 
     await asyncio.gather(*(one_user(u) for u in range(max(1, options.n // workloads.TURNS))))

@@ -98,10 +98,10 @@ def opening(seed: int, user: int) -> tuple[random.Random, Messages]:
     return rng, [{"role": "system", "content": "You are helpful. " + words(rng, 120)}]
 
 
-def next_turn(rng: random.Random, history: Messages) -> Job:
+def next_turn(rng: random.Random, history: Messages, answer_tokens: int = 32) -> Job:
     """Append the user's next question to ``history`` (mutated) and return the request."""
     history.append(_user(words(rng, 60) + "?"))
-    return Job("multi-turn", list(history), 32)
+    return Job("multi-turn", list(history), answer_tokens)
 
 
 def _user(content: str) -> dict[str, str]:
