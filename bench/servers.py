@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -94,6 +95,8 @@ def serve(spec: ServerSpec, timeout_s: float = 300.0, log_path: str = os.devnull
 
     Raises TimeoutError when it is not ready in time, RuntimeError when it ends before.
     """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _end)  # so that the server ends with a benchmark that is told to
     port = free_port()
     command = [part.replace("{port}", str(port)) for part in spec.command]
     start = time.monotonic()
@@ -107,6 +110,10 @@ def serve(spec: ServerSpec, timeout_s: float = 300.0, log_path: str = os.devnull
         yield Running(spec, url, process, time.monotonic() - start)
     finally:
         stop(process)
+
+
+def _end(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def stop(process: subprocess.Popen[bytes], grace_s: float = 30.0) -> None:
