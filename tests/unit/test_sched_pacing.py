@@ -9,7 +9,7 @@ import pytest
 
 from common.messages import StepResult
 from scheduler_proc.cost import StepCost
-from scheduler_proc.pacing import FIRST_LEAD_S, LATE_S, MAX_LEAD_S, MIN_LEAD_S, QUIET_S, Pacing, expected_s
+from scheduler_proc.pacing import FIRST_LEAD_S, LATE_S, MAX_LEAD_S, MIN_LEAD_S, QUIET_S, SURE_SHARE, Pacing, expected_s
 from scheduler_proc.state import InFlight
 from tests.unit.sched_support import Rig, request
 
@@ -25,10 +25,10 @@ def flight(*chunks: int) -> InFlight:
     return InFlight(1, np.arange(rows, dtype=np.int32), np.array(chunks, np.int32), np.ones(rows, np.bool_), ())
 
 
-def test_a_step_is_expected_to_take_what_its_rows_and_its_chunk_take() -> None:
+def test_a_step_is_expected_to_take_what_its_rows_and_the_sure_share_of_its_chunk_take() -> None:
     assert expected_s(flight(0), cost()) == pytest.approx(DECODE_S)
-    assert expected_s(flight(0, 100), cost()) == pytest.approx(DECODE_S + 100 * PER_TOKEN_S)
-    assert expected_s(flight(100), cost()) == pytest.approx(100 * PER_TOKEN_S)
+    assert expected_s(flight(0, 100), cost()) == pytest.approx(DECODE_S + SURE_SHARE * 100 * PER_TOKEN_S)
+    assert expected_s(flight(100), cost()) == pytest.approx(SURE_SHARE * 100 * PER_TOKEN_S)
 
 
 def test_nothing_is_foretold_of_steps_never_measured() -> None:
@@ -91,7 +91,7 @@ def test_who_arrives_while_a_batch_runs_is_in_the_next_one() -> None:
     rig = Rig()
     rig.scheduler.state.cost = cost()
     rig.step(request("a", list(range(1, 40))))
-    assert rig.out.wake_at == pytest.approx(rig.now + 39 * PER_TOKEN_S - FIRST_LEAD_S)
+    assert rig.out.wake_at == pytest.approx(rig.now + SURE_SHARE * 39 * PER_TOKEN_S - FIRST_LEAD_S)
     assert rig.step(request("b", list(range(101, 140))), seconds=0.001) == []
     [second] = rig.step(seconds=rig.out.wake_at - rig.now)
     assert [begin.rid for begin in second.begins] == ["b"]
