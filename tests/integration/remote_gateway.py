@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 
+from common.errors import ConfigError
 from launcher.ports import claim_port
 from tests.integration.server import ROOT, eventually
 
@@ -21,7 +22,7 @@ def free_ports(count: int) -> int:
         try:
             for port in range(first, first + count):
                 claim_port("127.0.0.1", port)
-        except Exception:
+        except ConfigError:
             continue
         return first
     raise AssertionError("no free ports")
