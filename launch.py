@@ -21,10 +21,10 @@ import msgspec
 
 from common import config as config_file
 from common import flags
-from common.channels import remote_address, split_tcp
 from common.config import HostsConfig, ServerConfig
 from common.curve import engine_curve
 from common.errors import ConfigError
+from common.inboxes import remote_address, split_tcp
 from common.process import EXIT_CONFIG, setup_logging
 from launcher.children import Command, fleet_of, package_command
 from launcher.ports import claim_port

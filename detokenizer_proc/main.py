@@ -7,9 +7,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from common.channels import Receiver, inbox_address
+from common.channels import Receiver
 from common.config import ServerConfig
 from common.errors import ConfigError
+from common.inboxes import inbox_address
 from common.messages import ToDetokenizer
 from common.process import ProcessContext, calm_gc
 from common.trace_channels import describe_text, traced

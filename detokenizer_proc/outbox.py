@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from common.channels import GATEWAY_STUCK_S
+from common.inboxes import GATEWAY_STUCK_S
 from common.messages import Message, RefusedRow, TextBatch, TextRow
 from detokenizer_proc.rows import PendingRow
 

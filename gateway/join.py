@@ -26,10 +26,11 @@ import setproctitle
 import uvloop
 
 from common import flags
-from common.channels import Channels, Receiver, join_tcp, remote_address, split_tcp
+from common.channels import Channels, Receiver
 from common.config import HttpConfig, RuntimeConfig, Section, ServerConfig, flag
 from common.curve import Curve, gateway_curve, key_in_hex
 from common.errors import ConfigError, RequestError
+from common.inboxes import join_tcp, remote_address, split_tcp
 from common.messages import Control, ControlReply, ErrorInfo, GatewayLease
 from common.notify import Notifier
 from common.process import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ProcessContext, open_trace, setup_logging

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from common.channels import Channels, Receiver, Sender, inbox_address, is_remote, remote_address
+from common.channels import Channels, Receiver, Sender
 from common.errors import InvariantError
+from common.inboxes import inbox_address, is_remote, remote_address
 from common.messages import Control, EngineStatus, GatewayLease, Message
 from common.process import ProcessContext
 from scheduler_proc.record import StepRecorder

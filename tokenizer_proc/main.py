@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import zmq
 
-from common.channels import Receiver, inbox_address, is_remote, remote_address
+from common.channels import Receiver
 from common.config import ServerConfig
 from common.errors import RequestError
+from common.inboxes import inbox_address, is_remote, remote_address
 from common.messages import ChatPrompt, TokenizerReady, ToTokenizer
 from common.process import ProcessContext
 from common.trace_channels import describe_tokenized, traced

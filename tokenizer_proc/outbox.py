@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from common.channels import GATEWAY_STUCK_S
+from common.inboxes import GATEWAY_STUCK_S
 from common.messages import Message
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,9 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.channels import BOUNDS, INBOX_TYPES, Channels, Receiver, inbox_address
 from common.channels import MAX_MESSAGE_BYTES as _LIMIT
+from common.channels import Channels, Receiver
+from common.inboxes import BOUNDS, INBOX_TYPES, inbox_address
 from tests.property.frames import garbage, mutilated
 from tests.wire.samples import SAMPLES
 

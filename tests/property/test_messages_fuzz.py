@@ -13,8 +13,8 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.channels import INBOX_TYPES
 from common.config import ServerConfig
+from common.inboxes import INBOX_TYPES
 from common.messages import (
     GatewayLease,
     Generate,

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 import zmq
 
-from common.channels import BOUNDS, INBOX_TYPES, Channels, Sender, inbox_address, kind_of
+from common.channels import Channels, Sender
+from common.inboxes import BOUNDS, INBOX_TYPES, inbox_address, kind_of
 from common.messages import Abort, Heartbeat, TokenBatch
 
 WAIT_S = 5.0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from common.channels import GATEWAY_STUCK_S
+from common.inboxes import GATEWAY_STUCK_S
 from common.messages import (
     BeginOutput,
     ErrorInfo,

@@ -25,7 +25,7 @@ OURS = {*ALLOWED, "tools", "bench"}
 HEAVY = {"torch", "transformers", "triton"}
 COMMON_FILES = {
     "__init__", "channels", "config", "curve", "errors", "flags", "grammar_compile", "grammar_ebnf", "grammar_lark",
-    "grammar_regex", "grammar_schema", "grammar_tags", "grammar_text", "notify", "process",
+    "grammar_regex", "grammar_schema", "grammar_tags", "grammar_text", "inboxes", "notify", "process",
     "schema_formats", "schema_keywords", "schema_place", "schema_rewrites", "schema_text", "trace", "trace_channels",
 }  # fmt: skip
 """A closed list: what every process shares is a decision, never a drawer."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from common.channels import GATEWAY_STUCK_S
+from common.inboxes import GATEWAY_STUCK_S
 from common.messages import (
     Abort,
     DetokenizeIds,

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from common import messages
-from common.channels import BOUNDS, INBOX_TYPES
+from common.inboxes import BOUNDS, INBOX_TYPES
 from tests.wire.make_golden import PATH
 from tests.wire.samples import SAMPLES
 
