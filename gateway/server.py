@@ -6,6 +6,7 @@
 * The reply can end the connection at once (a client that does not read).
 * Pipelined requests: all of them hear that their client left, also the one that runs.
 * The middle of a streamed body can be written without the layers of ``send``.
+* Clients of HTTP/1.0 and those that offer to switch protocols are served (see ``old_clients.py``).
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import socket
 from collections.abc import Callable, Generator
 from typing import Any
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from common.config import HttpConfig
 from common.errors import ConfigError
 from gateway.edge import OVER_LIMIT_SCOPE_KEY
+from gateway.old_clients import head_without_offer, unframed
 from gateway.respond import ABORT_SCOPE_KEY, WRITER_SCOPE_KEY
 
 HEADER_TIMEOUT_S = 30.0
@@ -73,6 +76,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.access_log = False  # uvicorn's line holds the query, and a query may hold a key; see edge.py
         self._header_timer: asyncio.TimerHandle | None = None
+        self._offering = b""
+        """The method of a request that offers to switch protocols, until it is parsed again."""
         self._cycles: list[RequestResponseCycle] = []
         """Requests of the connection that are not answered yet; uvicorn remembers the latest only."""
 
@@ -96,6 +101,23 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.message_event.set()
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        """Bytes of requests. One that offers to switch protocols is parsed again without the offer."""
+        self._unset_keepalive_if_required()
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                head = head_without_offer(self._offering, self.url, self.scope["http_version"], self.headers)
+                self._offering = b""
+                self.parser = httptools.HttpRequestParser(self)
+                data = head + data[offer.args[0] :]
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                return
+            else:
+                return
+
     def on_message_begin(self) -> None:
         """A request begins on the connection."""
         super().on_message_begin()
@@ -107,6 +129,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """A request's headers are all there."""
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._offering = self.parser.get_method()  # the parser goes no further: see ``data_received``
+            self.scope["http_version"] = self.parser.get_http_version()
+            return
         self._stop_header_timer()
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
@@ -117,6 +143,16 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self.pipeline:
             # uvicorn stops reading here, and whoever does not read does not see the client leave.
             self.flow.resume_reading()
+
+    def on_message_complete(self) -> None:
+        """A request's body is all there."""
+        if not self._offering:
+            super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = unframed(app, cycle)
+        super()._start_asgi_task(cycle, app)
 
     def _start_header_timer(self) -> None:
         self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._headers_late)
