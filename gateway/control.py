@@ -138,7 +138,7 @@ async def server_info(_: Request, deps: Deps) -> Response:
         state.pop("histograms", None)
     scheduler: dict[str, Any] = {}
     if engine.fleet.is_fresh(time.monotonic()):
-        scheduler = (await engine.control("info", wait_s=5.0)).body
+        scheduler = (await engine.questions.control("info", wait_s=5.0)).body
     return _json(
         {
             "version": "0.1.0",
@@ -184,7 +184,7 @@ async def _abort(deps: Deps, rid: str) -> Response:
     give_up = time.monotonic() + ABORT_WAIT_S
     num_aborted = 0
     while True:
-        reply = await deps.engine.control("abort", rid=rid)
+        reply = await deps.engine.questions.control("abort", rid=rid)
         num_aborted += int(reply.body.get("aborted", 0))
         if not deps.engine.has_open(rid) or reply.status not in (200, 404) or time.monotonic() > give_up:
             break
@@ -204,7 +204,7 @@ async def stop_profile(_: Request, deps: Deps) -> Response:
 
 
 async def _control(deps: Deps, action: str, **fields: Any) -> Response:
-    return _answer(action, await deps.engine.control(action, **fields))
+    return _answer(action, await deps.engine.questions.control(action, **fields))
 
 
 def _answer(action: str, reply: ControlReply) -> Response:

@@ -10,36 +10,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 import zlib
-from typing import Any
 
-from common.channels import Channels, Sender
+from common.channels import Channels
 from common.config import ServerConfig
 from common.errors import RequestError
 from common.messages import (
     Abort,
-    Control,
     ControlReply,
-    DetokenizeIds,
     EngineStatus,
     ErrorInfo,
     Finish,
     GatewayLease,
     Message,
-    Prompt,
     Rejected,
     TextBatch,
     TextReply,
     TextRow,
     TokenizerReady,
-    TokenizeText,
 )
 from common.trace import Finished, TraceWriter
 from common.trace_channels import describe_arrival
 from gateway.fleet import Fleet
 from gateway.metrics import GatewayMetrics
+from gateway.questions import Questions
 from gateway.request import Delta, Exchange, OpenRequest
 
 log = logging.getLogger(__name__)
@@ -50,7 +45,6 @@ ABORT_REPEAT_S = 1.0
 LEASE_S = 1.0
 STALL_S = 60.0
 """A client that takes nothing at all for this long while we have something for it is cut off."""
-REPLY_TIMEOUT_S = 30.0
 SILENCE_LIMIT_S = 30.0
 """New requests are taken, and wait, for so long without a word of the scheduler: a dead one is replaced within a
 second or two, a stopped one is found out within ten."""
@@ -80,9 +74,9 @@ class Engine:
         self._inbox = channels.receiver(gateway)
         self._tokenizers = [channels.sender(f"tokenizer-{i}") for i in range(config.http.tokenizers)]
         self._scheduler = channels.sender("scheduler")
+        self.questions = Questions(gateway, self._scheduler, self._tokenizers, self.check_accepting)
         self.trace: TraceWriter | None = None
         """Set by the process when ``--trace`` is on."""
-        self._replies: dict[str, asyncio.Future[Any]] = {}
         self._touched: dict[Exchange, None] = {}
         """Exchanges that have something new of the messages being taken in, in order."""
         self._next_lease = 0.0
@@ -164,30 +158,11 @@ class Engine:
             if not record.aborting:
                 self._fail(record, error)
 
-    async def control(self, action: Any, *, wait_s: float = REPLY_TIMEOUT_S, **fields: Any) -> ControlReply:
-        """Ask the scheduler for an operation; its answer. Raises RequestError 503 without one."""
-        request_id = secrets.token_hex(8)
-        message = Control(request_id=request_id, gateway=self.gateway, action=action, **fields)
-        reply: ControlReply = await self._ask(self._scheduler, request_id, message, "scheduler", wait_s)
-        return reply
-
     def has_open(self, rid: str) -> bool:
         """Whether a request of this rid, or a call of this id, is open here and not given up."""
         return any(
             rid in (record.rid, record.generate.group) and not record.aborting for record in self.open.values()
         )
-
-    async def tokenize(self, prompt: Prompt) -> TextReply:
-        """Ids (and rendered text) of a prompt. Raises RequestError as the tokenizer says."""
-        request_id = secrets.token_hex(8)
-        message = TokenizeText(request_id=request_id, gateway=self.gateway, prompt=prompt)
-        return await self._ask_tokenizer(request_id, message)
-
-    async def detokenize(self, ids: bytes) -> TextReply:
-        """Text of ids (int32 bytes). Raises RequestError as the tokenizer says."""
-        request_id = secrets.token_hex(8)
-        message = DetokenizeIds(request_id=request_id, gateway=self.gateway, ids=ids)
-        return await self._ask_tokenizer(request_id, message)
 
     # ---------------------------------------------------------------- what arrives
 
@@ -253,9 +228,7 @@ class Engine:
         elif isinstance(message, Rejected):
             self._take_rejected(message)
         elif isinstance(message, (TextReply, ControlReply)):
-            future = self._replies.pop(message.request_id, None)
-            if future is not None and not future.done():
-                future.set_result(message)
+            self.questions.take(message)
         elif isinstance(message, TokenizerReady):
             self.model = message
 
@@ -354,29 +327,3 @@ class Engine:
         message = Abort(rid=record.rid, gateway=self.gateway, reason=record.abort_reason)
         sent = self._tokenizers[record.tokenizer].send(message)
         record.abort_at = now + (ABORT_REPEAT_S if sent else TICK_S)
-
-    async def _ask_tokenizer(self, request_id: str, message: Message) -> TextReply:
-        self.check_accepting()
-        index = zlib.crc32(request_id.encode()) % len(self._tokenizers)
-        reply: TextReply = await self._ask(
-            self._tokenizers[index], request_id, message, "tokenizer", REPLY_TIMEOUT_S
-        )
-        if reply.error is not None:
-            error = reply.error
-            raise RequestError(error.message, status=error.status, param=error.param, code=error.code)
-        return reply
-
-    async def _ask(self, sender: Sender, request_id: str, message: Message, role: str, wait_s: float) -> Any:
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._replies[request_id] = future
-        try:
-            if not sender.send(message):
-                raise RequestError(f"the {role}'s queue is full", status=503, code="overloaded", retry_after_s=1)
-            async with asyncio.timeout(wait_s):
-                return await future
-        except TimeoutError:
-            raise RequestError(
-                f"the {role} did not answer within {wait_s:g} s", status=503, code="engine_silent", retry_after_s=1
-            ) from None
-        finally:
-            self._replies.pop(request_id, None)

@@ -222,7 +222,7 @@ async def _watch_engine(gateway: Gateway, context: ProcessContext, shared: dict[
         if status is None or status.run == known_run:
             continue
         try:
-            now = (await engine.control("config", wait_s=5.0)).body
+            now = (await engine.questions.control("config", wait_s=5.0)).body
         except RequestError:
             continue  # it does not answer yet
         if now != shared:

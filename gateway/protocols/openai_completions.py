@@ -148,6 +148,7 @@ def _for_echo(sampling: SamplingParams, body: CompletionBody, max_tokens: int) -
 async def _echo_texts(prompts: list[str] | list[list[int]], deps: Deps) -> list[str]:
     """What echo shows of each prompt."""
     texts = []
+    ask = deps.engine.questions
     for prompt in prompts:
-        texts.append(prompt if isinstance(prompt, str) else (await deps.engine.detokenize(pack_i32(prompt))).text)
+        texts.append(prompt if isinstance(prompt, str) else (await ask.detokenize(pack_i32(prompt))).text)
     return texts

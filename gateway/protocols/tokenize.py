@@ -93,7 +93,7 @@ async def tokenize(request: Request, deps: Deps) -> Response:
                 raise RequestError(f"'{name}' is for 'messages'", param=name)
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         prompts = [TextPrompt(text=text, add_special_tokens=body.add_special_tokens is not False) for text in texts]
-    rows = [unpack_i32((await deps.engine.tokenize(prompt)).ids).tolist() for prompt in prompts]
+    rows = [unpack_i32((await deps.engine.questions.tokenize(prompt)).ids).tolist() for prompt in prompts]
     several = isinstance(body.prompt, list)
     reply = {
         "tokens": rows if several else rows[0],
@@ -113,6 +113,6 @@ async def detokenize(request: Request, deps: Deps) -> Response:
     for row in rows:
         for token_id in row:
             check_id(token_id, model.vocab_size, "tokens")
-    texts = [(await deps.engine.detokenize(pack_i32(row))).text for row in rows]
+    texts = [(await deps.engine.questions.detokenize(pack_i32(row))).text for row in rows]
     text = texts if several else texts[0]
     return Response(orjson.dumps({"text": text, "prompt": text}), media_type="application/json")
