@@ -308,6 +308,7 @@ class Engine:
         ]
         if records:
             log.warning("a part of the engine was restarted; submitting %d open requests again", len(records))
+        records.sort(key=lambda record: not record.ids)  # streams that pause before the prompts of those never begun
         for record in records:
             self._resubmit(record)
 

@@ -1,8 +1,9 @@
 """The next batch: which rows run, and on which pages.
 
 Decoding rows first, each for the one token (or the forced tokens) the worker knows by then; then the
-prompt that was left half computed; then waiting requests in the policy's order, under the budget of
-prefill tokens and as far as pages and the admission estimate allow.
+prompts that were left half computed; then waiting requests in the policy's order, under the budget of
+prefill tokens and as far as pages and the admission estimate allow. A request that has output, and was
+preempted or outlived a process, goes before the prompts of those that never ran.
 """
 
 from __future__ import annotations
@@ -161,31 +162,50 @@ class Batcher:
     # ------------------------------------------------------------------ prefill rows
 
     def _prefill(self, draft: Draft, now: float) -> None:
-        """Continue the half-computed prompt, then admit who fits."""
-        pool, table = draft.pool, draft.pool.table
+        """Continue the half-computed prompts and admit who fits: first those with output, whose streams pause, then
+        those that never ran, so that a long prompt of theirs holds no stream up."""
+        pool = draft.pool
         configured = self.state.config.scheduler.chunked_prefill_size
         budget, most = choose_chunk(configured, self.state.cost, len(draft.decode_slots), pool.page_size)
         stretch = most - budget
-        partial = [table.reqs[slot] for slot in (table.running & ~table.decoding).nonzero()[0]]
-        for req in sorted((req for req in partial if req is not None), key=lambda req: req.seq):
-            budget -= self.admitter.add_chunk(draft, req, budget, stretch)
-        if not table.running.any():
+        if not pool.table.running.any():
             self.admission.idle()
-        if draft.preempted or budget <= 0 or not self.state.queue:
-            return
+        for resumed in (True, False):
+            budget -= self._continue(draft, budget, stretch, resumed=resumed)
+            if self.state.queue.has_resumed or not resumed:
+                budget -= self._admit(draft, now, budget, stretch, resumed=resumed)
+
+    def _continue(self, draft: Draft, budget: int, stretch: int, *, resumed: bool) -> int:
+        """Chunks for those that are half computed and have output, or have none; returns how many ids."""
+        table = draft.pool.table
+        partial = (table.running & ~table.decoding & ((table.known > table.prompt) == resumed)).nonzero()[0]
+        reqs = [req for slot in partial if (req := table.reqs[slot]) is not None]
+        spent = 0
+        for req in sorted(reqs, key=lambda req: req.seq):
+            spent += self.admitter.add_chunk(draft, req, budget - spent, stretch)
+        return spent
+
+    def _admit(self, draft: Draft, now: float, budget: int, stretch: int, *, resumed: bool) -> int:
+        """Admit in the policy's order, until one does not fit; ``resumed``: or has no output. Returns how many ids."""
+        queue, pool = self.state.queue, draft.pool
+        if draft.preempted or self.stuck is not None or budget <= 0 or not queue:
+            return 0
         if not self.policy.preempts and not self.admitter.has_slot:
-            return
-        num_waits = 0
-        for req in self.policy.order(self.state.queue, pool.tree, now):
+            return 0
+        spent = num_waits = 0
+        for req in self.policy.order(queue, pool.tree, now):
+            if resumed and not req.has_output:
+                break
             verdict = self.admitter.admit(draft, req, now)
             if verdict is Verdict.ADMITTED:
-                budget -= self.admitter.add_chunk(draft, req, budget, stretch)
+                spent += self.admitter.add_chunk(draft, req, budget - spent, stretch)
             elif verdict is Verdict.FULL:
                 self.stuck = req
-                return
+                break
             num_waits += verdict is Verdict.WAITS
-            if budget <= 0 or num_waits > MOST_WAITS:
-                return
+            if spent >= budget or num_waits > MOST_WAITS:
+                break
+        return spent
 
     def _make_way(self) -> None:
         """Preempt the lowest for the request that was stuck at the head of the queue, if it outranks it.

@@ -2,7 +2,7 @@
 
 A policy yields candidates, best first; the batch takes them while they fit and stops at the first that
 does not, so whoever is first cannot be overtaken for ever. Under every policy a long wait makes a request
-first in the end.
+first in the end. Among equals, who has output already goes before who never ran (see ``queue.py``).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Policy(Protocol):
 
 
 class Fcfs:
-    """First come, first served; a preempted request keeps its place."""
+    """First come, first served, those with output before the others."""
 
     preempts = False
 
     def order(self, queue: WaitingQueue, tree: RadixTree, now: float) -> Iterable[Req]:
-        """In order of arrival."""
+        """As the queue is sorted."""
         return queue.lazily()
 
 
@@ -49,16 +49,18 @@ class Lpm:
     preempts = False
 
     def order(self, queue: WaitingQueue, tree: RadixTree, now: float) -> Iterable[Req]:
-        """Who waited too long in order of arrival, then by cached pages, then by arrival."""
+        """Who has output, then who waited too long, both in order of arrival, then by cached pages, then by arrival."""
         if len(queue) > LPM_QUEUE_LIMIT:
             return queue.lazily()
 
-        def key(req: Req) -> tuple[bool, int, int]:
+        def key(req: Req) -> tuple[bool, bool, int, int]:
             patient = now - req.queued_at < LPM_PATIENCE_S
+            if req.has_output:
+                return (False, False, 0, req.seq)
             if not patient or not req.uses_cache:
-                return (patient, 0, req.seq)
+                return (True, patient, 0, req.seq)
             match = tree.match(req.spec.cache_salt, req.data(), (len(req.ids) - 1) // tree.page_size)
-            return (True, -match.num_pages, req.seq)
+            return (True, True, -match.num_pages, req.seq)
 
         return sorted(queue, key=key)
 
@@ -69,11 +71,11 @@ class Priority:
     preempts = True
 
     def order(self, queue: WaitingQueue, tree: RadixTree, now: float) -> Iterable[Req]:
-        """By priority with age, then by arrival."""
+        """By priority with age, then who has output, then by arrival."""
         reqs = queue.snapshot()
         for req in reqs:
             req.rank = req.spec.priority + (now - req.queued_at) // PRIORITY_AGING_S
-        reqs.sort(key=lambda req: (-req.rank, req.seq))
+        reqs.sort(key=lambda req: (-req.rank, not req.has_output, req.seq))
         return reqs
 
 

@@ -1,4 +1,8 @@
-"""The waiting queue: requests in order of arrival, a preempted one back at its old place."""
+"""The waiting queue: who has output already first, in each part the order of arrival.
+
+A request with output was preempted, or ran when a part of the engine died: somebody reads its stream, which pauses
+until it runs again. They are few, for only who ran can be among them, so those who never ran wait little longer.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,12 @@ from collections.abc import Iterator
 from scheduler_proc.request import Req
 
 
-def _seq(req: Req) -> int:
-    return req.seq
+def _place(req: Req) -> tuple[bool, int]:
+    return not req.has_output, req.seq
 
 
 class WaitingQueue:
-    """Sorted by arrival. Policies choose from it; they do not reorder it."""
+    """Sorted. Policies choose from it; they do not reorder it."""
 
     def __init__(self) -> None:
         self._reqs: list[Req] = []
@@ -25,15 +29,20 @@ class WaitingQueue:
         return iter(self._reqs)
 
     def add(self, req: Req) -> None:
-        """Insert at the place of its arrival."""
-        insort(self._reqs, req, key=_seq)
+        """Insert at its place."""
+        insort(self._reqs, req, key=_place)
 
     def remove(self, req: Req) -> None:
         """Take out a request that is in the queue."""
-        del self._reqs[bisect_left(self._reqs, req.seq, key=_seq)]
+        del self._reqs[bisect_left(self._reqs, _place(req), key=_place)]
+
+    @property
+    def has_resumed(self) -> bool:
+        """Somebody with output waits."""
+        return bool(self._reqs) and self._reqs[0].has_output
 
     def lazily(self) -> Iterator[Req]:
-        """In order of arrival, while the caller may remove what it was just given."""
+        """In order, while the caller may remove what it was just given."""
         index = 0
         while index < len(self._reqs):
             req = self._reqs[index]

@@ -132,6 +132,11 @@ class Req:
         return self.spec.input_ids if len(self.ids) == self.prompt_len else self.ids.tobytes()
 
     @property
+    def has_output(self) -> bool:
+        """It has generated something, or its gateway says so; of a request that waits."""
+        return len(self.ids) > self.prompt_len
+
+    @property
     def counted(self) -> bool:
         """It is traffic; health checks are in no metric."""
         return not self.rid.startswith(HEALTH_RID_PREFIX)

@@ -10,10 +10,11 @@ reads no clock and draws no random number: the same state and inputs give the sa
    its ids are appended to their requests, endings found, and the pages of who is over go to the radix tree
    or become free.
 2. **Schedule.** While fewer than two batches are in flight and something can run, build one: a row for each
-   decoding request; then prompts, in chunks, under a token budget. The batch that is sent while another runs
-   never names what that one will sample, so the worker never waits for the scheduler. It is sent shortly before
-   that one is expected to end, so that newcomers are in it (``pacing.py``). When pages run out:
-   evict cached leaves, oldest first; then preempt. A preempted request keeps its ids and its place in the queue.
+   decoding request; then prompts, in chunks, under a token budget, first of requests that have output and were
+   preempted or outlived a process. The batch that is sent while another runs never names what that one will
+   sample, so the worker never waits for the scheduler. It is sent shortly before that one is expected to end,
+   so that newcomers are in it (``pacing.py``). When pages run out: evict cached leaves, oldest first; then
+   preempt. A preempted request keeps its ids, and waits before all that never ran.
 3. **Output.** One TokenBatch with what each request's cursor has not passed. With a full channel the cursors
    stay.
 

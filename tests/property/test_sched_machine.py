@@ -21,6 +21,7 @@ from common.messages import (
     Control,
     Finish,
     Fleet,
+    ForwardBatch,
     GatewayLease,
     Grammar,
     SamplingParams,
@@ -189,6 +190,7 @@ class Driver:
         messages = [self.to_scheduler.popleft() for _ in range(min(num_messages, len(self.to_scheduler)))]
         out = self.scheduler.step(messages, self.now, detokenizer_full=self.detokenizer_full)
         self.scheduler.check_invariants()
+        self.check_order(out.to_worker)
         if self.twin is not None:
             assert self.twin.step(messages, self.now, detokenizer_full=self.detokenizer_full) == out
         self.to_worker.extend(out.to_worker)
@@ -200,6 +202,16 @@ class Driver:
             assert not out.tokens.gone_gateways
             self.reader.read(out.tokens)
             self.hear()
+
+    def check_order(self, orders: list[ToWorker]) -> None:
+        """While a request that has output is half computed, no prompt of one that never ran is."""
+        pool, last = self.scheduler.state.pool, orders[-1] if orders else None
+        if pool is None or self.scheduler.state.suspects or not isinstance(last, ForwardBatch):
+            return
+        table, flight = pool.table, pool.in_flight[-1]
+        resumed = table.known > table.prompt
+        if (table.running & ~table.decoding & resumed).any():
+            assert not (flight.chunks[~resumed[flight.slots]] > 0).any()
 
     def work(self) -> None:
         if self.to_worker:

@@ -207,6 +207,22 @@ def test_every_choice_is_resubmitted(live: Live) -> None:
     assert [joined(chunks, index) for index in range(3)] == ["".join(PIECES)] * 3
 
 
+def test_streams_that_pause_are_submitted_again_before_requests_that_never_began(live: Live) -> None:
+    first = Stream(live)
+    with live.script(lambda _: Script(pieces=PIECES, silent=True), auto=False):
+        waiting = Stream(live)
+    second = Stream(live)
+    rids = [generate.rid for generate in live.engine.generates[-3:]]
+    live.engine.step(2)
+    eventually(lambda: [record.num_ids for record in live.open.values()] == [2, 0, 2], "two of three have begun")
+    seen = len(live.engine.generates)
+    live.engine.restart("scheduler-0")
+    eventually(lambda: len(live.engine.generates) == seen + 3, "the resubmissions")
+    assert [generate.rid for generate in live.engine.generates[seen:]] == [rids[0], rids[2], rids[1]]
+    live.engine.step(8)
+    assert [joined(stream.chunks()) for stream in (first, waiting, second)] == ["".join(PIECES)] * 3
+
+
 def test_an_aborted_request_is_not_resubmitted(live: Live) -> None:
     live.engine.ignore_aborts = True
     connection = live.raw({"messages": CHAT, "stream": True})

@@ -10,7 +10,7 @@ from scheduler_proc.policy import LPM_QUEUE_LIMIT, make_policy
 from scheduler_proc.queue import WaitingQueue
 from scheduler_proc.radix import RadixTree
 from scheduler_proc.request import Req
-from tests.unit.sched_support import Rig, expected, request
+from tests.unit.sched_support import Rig, expected, request, rows
 
 
 def queue_of(*reqs: Req) -> WaitingQueue:
@@ -46,6 +46,28 @@ def test_order(name: str, names: list[str]) -> None:
     assert order(name, queue, tree_with([1, 1, 2, 2, 3, 3]), 1.0) == names
 
 
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [("fcfs", ["late", "later", "a", "b"]), ("lpm", ["late", "later", "b", "a"]),
+     ("priority", ["b", "late", "later", "a"])],
+)  # fmt: skip
+def test_who_has_output_goes_before_who_never_ran_but_not_before_a_higher_priority(name: str, names: list[str]) -> None:
+    reqs = (
+        Req(0, request("a", [9, 9, 9, 9, 9]), 0.0),
+        Req(1, request("b", [1, 1, 2, 2, 3], priority=1), 0.0),
+        Req(2, request("late", [9, 9, 9], output_ids=pack_i32([4])), 0.0),
+        Req(3, request("later", [1, 1, 2, 2, 9], output_ids=pack_i32([4, 5])), 0.0),
+    )
+    queue = queue_of(*reqs)
+    assert queue.has_resumed and not queue_of(*reqs[:2]).has_resumed
+    tree = tree_with([1, 1, 2, 2])
+    assert order(name, queue, tree, 1.0) == names
+    assert order(name, queue, tree, 4.9) == names, "an order, not a matter of how long they waited"
+    for req in (reqs[2], reqs[0]):
+        queue.remove(req)
+    assert [req.rid for req in queue] == ["later", "b"]
+
+
 def test_lpm_serves_who_waited_long_first() -> None:
     queue = queue_of(Req(0, request("old", [9] * 5), 0.0), Req(1, request("hit", [1, 1, 2]), 9.0))
     assert order("lpm", queue, tree_with([1, 1]), 4.9) == ["hit", "old"]
@@ -73,6 +95,29 @@ def test_the_queue_may_shrink_while_it_is_read() -> None:
         if req.seq != 1:
             queue.remove(req)
     assert seen == ["r0", "r1", "r2", "r3"] and [req.rid for req in queue] == ["r1"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "priority"])
+def test_a_stream_that_outlived_the_scheduler_does_not_wait_for_a_long_prompt_that_came_first(policy: str) -> None:
+    rig = Rig(pages=128, schedule_policy=policy, chunked_prefill_size=16)
+    long, prompt = [3] * 200, [7] * 21
+    outputs = expected(prompt, 40)
+    rig.step(request("long", long, max_tokens=3))  # of a gateway that was quicker to submit it again
+    rig.turn()
+    assert rig.scheduler.state.metrics.num_prefill_tokens_total >= 16
+    again = request("again", prompt, 40, attempt=1, output_ids=pack_i32(outputs[:20]))
+    chunks = [rows(batch) for batch in rig.turn(again)]
+    for _ in range(6):
+        chunks += [rows(batch) for batch in rig.turn()]
+    slots = {rid: rig.scheduler.state.reqs[rid].slot for rid in ("long", "again")}
+    spent = [(slot, chunk) for batch in chunks for slot, chunk, _ in batch if chunk]
+    mine = [place for place, (slot, _) in enumerate(spent) if slot == slots["again"]]
+    assert sum(spent[place][1] for place in mine) == 41 and mine == list(range(mine[0], mine[0] + 3))
+    assert len(rig.ids("again")) > 20, "it goes on while the long prompt is computed"
+    assert rig.scheduler.state.reqs["long"].scheduled_len < 200
+    rig.finish()
+    assert rig.ids("again") == outputs[: len(rig.ids("again"))] and len(rig.ids("again")) == 40
+    assert rig.ids("long") == expected(long, 3)
 
 
 @pytest.mark.parametrize("policy", ["lpm", "priority"])
