@@ -126,6 +126,7 @@ class PromptParams:
     text: TextParams
     grammar: Grammar | None
     seed: int | None
+    discard_output: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ class Plan:
     rids: Sequence[str] = ()
     """The client's own names of the generations, one per prompt; empty: made from ``call_id``."""
     own_params: Sequence[PromptParams] = ()
-    """One per prompt, in place of ``seed``, ``sampling``, ``text`` and ``grammar``; empty: all have the same."""
+    """One per prompt, in place of the fields of the same names; empty: all have the same."""
 
     def exchange(self, deps: Deps) -> Exchange:
         """One OpenRequest per prompt and choice; choice index = prompt index * n + choice of the prompt.
@@ -180,7 +181,7 @@ class Plan:
                 deadline=None if self.timeout_s is None else now + self.timeout_s,
                 received=now,
             )
-            exchange.records.append(OpenRequest(generate, exchange, index, discard_output=self.discard_output))
+            exchange.records.append(OpenRequest(generate, exchange, index, discard_output=own.discard_output))
         return exchange
 
 

@@ -1,22 +1,21 @@
 """``POST /generate``: SGLang's native form.
 
-``text`` or ``input_ids``, one or a list; ``sampling_params`` with SGLang's names, for all prompts or as a
-list with one for each. A streamed reply repeats the text so far in every event, as SGLang's does.
+``text`` or ``input_ids``, one or a list; ``sampling_params`` with SGLang's names, and what is asked of
+log-probabilities, for all prompts or as a list with one for each.
 """
 
 from __future__ import annotations
 
 import re
-import time
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
-import orjson
 from fastapi import Request, Response
 from pydantic import Field, PlainValidator, WithJsonSchema
 
 from common.errors import RequestError
-from common.messages import Prompt, TokenizerReady, TokenLogprob, unpack_i32
+from common.messages import Prompt, TokenizerReady
 from gateway import grammar
 from gateway.fields import (
     LEAST_REPETITION_PENALTY,
@@ -25,6 +24,7 @@ from gateway.fields import (
     MAX_LOGPROBS,
     Body,
     GenerationFields,
+    LogitBiasField,
     StopField,
     StopIdsField,
     sampling_params,
@@ -34,18 +34,30 @@ from gateway.protocols.common import (
     Deps,
     Plan,
     PromptParams,
-    by_choice,
     new_generate_id,
     parse,
     read_json,
     refuse_unless,
 )
-from gateway.protocols.openai_chat_reply import DONE, json_logprob
+from gateway.protocols.native_generate_reply import LogprobAsk, NativeFormatter
 from gateway.protocols.openai_completions import PROMPT_SCHEMA, engine_prompts, prompt_list
-from gateway.request import Delta, Exchange
 from gateway.respond import EngineReply
 
 DEFAULT_MAX_NEW_TOKENS = 128
+ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
+    "image_data": (None, []),
+    "video_data": (None, []),
+    "audio_data": (None, []),
+    "modalities": (None,),
+    "lora_path": (None,),
+    "custom_logit_processor": (None,),
+    "session_params": (None,),
+    "token_ids_logprob": (None,),
+    "return_hidden_states": (None, False),
+    "return_routed_experts": (None, False),
+    "log_metrics": (None, True),
+}
+"""SGLang's own clients send what they do not use, too: values of fields not supported here that ask for nothing."""
 
 
 _RID = r"^[\x21-\x7e]+$"
@@ -69,7 +81,7 @@ RidField = Annotated[
 class NativeSampling(Body):
     """``sampling_params`` in SGLang's names; see ``fields.GenerationFields`` for the ranges."""
 
-    max_new_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
+    max_new_tokens: int | None = Field(default=None, ge=0, le=MAX_INT32)
     min_new_tokens: int | None = Field(default=None, ge=0, le=MAX_INT32)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -84,6 +96,7 @@ class NativeSampling(Body):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=LEAST_REPETITION_PENALTY, le=2)
+    logit_bias: LogitBiasField = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     json_schema: str | None = None
@@ -95,6 +108,34 @@ class NativeSampling(Body):
 def _or_a_list(schema: dict[str, Any]) -> None:
     one = next(form for form in schema["anyOf"] if "$ref" in form)
     schema["anyOf"] = [*schema["anyOf"], {"type": "array", "items": one, "minItems": 1}]
+
+
+def _one_or_each(check: Callable[[Any], bool], words: str) -> PlainValidator:
+    """A value for all prompts, or a list with one for each (which may be null)."""
+
+    def validate(value: Any) -> Any:
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None and not check(one):
+                raise ValueError(f"must be {words}, or a list of such, one per prompt")
+        return value
+
+    return PlainValidator(validate)
+
+
+def _integers(least: int, most: int) -> tuple[PlainValidator, WithJsonSchema]:
+    one = {"type": "integer", "minimum": least, "maximum": most}
+    schema = {"anyOf": [one, {"type": "array", "items": {"anyOf": [one, {"type": "null"}]}}, {"type": "null"}]}
+    check = _one_or_each(lambda one: type(one) is int and least <= one <= most, f"an integer from {least} to {most}")
+    return check, WithJsonSchema(schema)
+
+
+_BOOLEANS = {
+    "anyOf": [
+        {"type": "boolean"},
+        {"type": "array", "items": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}},
+        {"type": "null"},
+    ]
+}
 
 
 class GenerateBody(Body):
@@ -112,9 +153,11 @@ class GenerateBody(Body):
     """A list (one for each prompt) is taken apart before: see ``_samplings``."""
     rid: RidField = None
     stream: bool | None = None
-    return_logprob: bool | None = None
-    logprob_start_len: int | None = Field(default=None, ge=-1, le=MAX_INT32)
-    top_logprobs_num: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    return_logprob: Annotated[
+        Any, _one_or_each(lambda one: isinstance(one, bool), "true or false"), WithJsonSchema(_BOOLEANS)
+    ] = None
+    logprob_start_len: Annotated[Any, *_integers(-1, MAX_INT32)] = None
+    top_logprobs_num: Annotated[Any, *_integers(0, MAX_LOGPROBS)] = None
     return_text_in_logprobs: bool | None = None
     priority: int | None = Field(default=None, ge=-(2**31), le=MAX_INT32)
 
@@ -131,28 +174,31 @@ def _one_or_many(value: Any, kind: type) -> list[str] | list[list[int]] | None:
 async def generate(request: Request, deps: Deps) -> Response:
     """Generate, in SGLang's native form."""
     data = await read_json(request, deps.config.http.max_request_bytes)
+    for name, values in ASKS_FOR_NOTHING.items():
+        if name in data and any(data[name] == off and type(data[name]) is type(off) for off in values):
+            del data[name]
     several_params = _samplings(data)
     body = parse(GenerateBody, data if several_params is None else {**data, "sampling_params": None})
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("send either 'text' or 'input_ids'", param="text")
-    if not body.return_logprob:
-        for name in ("top_logprobs_num", "logprob_start_len"):
-            if getattr(body, name) is not None:
-                raise RequestError(f"'{name}' needs 'return_logprob': true", param=name)
     if isinstance(body.rid, str) and deps.engine.has_open(body.rid):  # of a list: seen when it is submitted
         # Also as the id of a call of several generations, which have rids of their own.
         raise RequestError(f"the rid {body.rid!r} is already in use", status=409, param="rid")
     model = deps.engine.check_accepting()
     prompts = body.text if body.text is not None else body.input_ids or []
     raw = data.get("text") if body.text is not None else data.get("input_ids")
+    asks = _asks(body, len(prompts))
     natives = several_params or [body.sampling_params or NativeSampling()]
-    if several_params is not None and len(natives) != len(prompts):
-        words = f"'sampling_params' is a list of {len(natives)}, and there are {len(prompts)} prompts: one for each"
-        raise RequestError(words, param="sampling_params", code="invalid_value")
+    if several_params is not None:
+        _check_num("sampling_params", several_params, len(prompts))
     n = natives[0].n or 1
     if any((native.n or 1) != n for native in natives):
         raise RequestError("'n' must be the same in all of 'sampling_params'", param="sampling_params")
-    own = [_prompt_params(native, body, model) for native in natives]
+    same = several_params is None and len(set(asks)) == 1
+    if same:
+        own = [_prompt_params(natives[0], asks[0], model)]
+    else:
+        own = [_prompt_params(natives[i % len(natives)], ask, model) for i, ask in enumerate(asks)]
     several = several_params is not None or n > 1 or (isinstance(raw, list) and isinstance(raw[0], (list, str)))
     engine_form: list[Prompt] = engine_prompts(prompts, model, True)
     plan = Plan(
@@ -164,18 +210,42 @@ async def generate(request: Request, deps: Deps) -> Response:
         sampling=own[0].sampling,
         text=own[0].text,
         grammar=own[0].grammar,
-        own_params=own if several_params is not None else (),
+        own_params=() if same else own,
         priority=body.priority or 0,
+        discard_output=own[0].discard_output,
     )
     exchange = plan.exchange(deps)
     formatter = NativeFormatter(
         exchange,
+        [ask for ask in asks for _ in range(n)],
         several=several,
-        logprobs=bool(body.return_logprob),
-        start=_start(body),
         with_text=bool(body.return_text_in_logprobs),
     )
     return EngineReply(deps.engine, exchange, formatter, stream=bool(body.stream))
+
+
+def _asks(body: GenerateBody, num_prompts: int) -> list[LogprobAsk]:
+    """What each prompt asks of log-probabilities. Raises RequestError for lists of another length, and for
+    details of log-probabilities that are not asked for."""
+    columns = []
+    for name, off in (("return_logprob", False), ("logprob_start_len", -1), ("top_logprobs_num", 0)):
+        given = getattr(body, name)
+        if isinstance(given, list):
+            _check_num(name, given, num_prompts)
+        each = given if isinstance(given, list) else [given] * num_prompts
+        columns.append([off if one is None else one for one in each])
+    asks = [LogprobAsk(*each) for each in zip(*columns, strict=True)]
+    for name, attribute, off in (("logprob_start_len", "start", -1), ("top_logprobs_num", "num_top", 0)):
+        in_vain = [ask for ask in asks if not ask.wanted and getattr(ask, attribute) != off]
+        if in_vain and (isinstance(getattr(body, name), list) or len(in_vain) == len(asks)):
+            raise RequestError(f"'{name}' needs 'return_logprob': true", param=name)
+    return [ask if ask.wanted else LogprobAsk() for ask in asks]
+
+
+def _check_num(name: str, each: list[Any], num_prompts: int) -> None:
+    if len(each) != num_prompts:
+        words = f"'{name}' is a list of {len(each)}, and there are {num_prompts} prompts: one for each"
+        raise RequestError(words, param=name, code="invalid_value")
 
 
 def _samplings(data: dict[str, Any]) -> list[NativeSampling] | None:
@@ -197,26 +267,20 @@ def _samplings(data: dict[str, Any]) -> list[NativeSampling] | None:
     return found
 
 
-def _start(body: GenerateBody) -> int:
-    """The first prompt position with a log-probability in the reply; -1: of the output alone."""
-    return -1 if body.logprob_start_len is None else body.logprob_start_len
-
-
-def _prompt_params(native: NativeSampling, body: GenerateBody, model: TokenizerReady) -> PromptParams:
+def _prompt_params(native: NativeSampling, ask: LogprobAsk, model: TokenizerReady) -> PromptParams:
     """The engine's form. Raises RequestError for what the model does not allow."""
     spaces = "sampling_params.spaces_between_special_tokens"
     refuse_unless(native.spaces_between_special_tokens, (True,), spaces, "text is as decoded")
     fields = _fields(native)
-    num_top = body.top_logprobs_num or 0
-    sampling = sampling_params(
-        fields,
-        model,
-        max_tokens=native.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
-        logprobs=num_top if body.return_logprob else None,
+    asked = DEFAULT_MAX_NEW_TOKENS if native.max_new_tokens is None else native.max_new_tokens
+    sampling = sampling_params(fields, model, max_tokens=asked, logprobs=ask.num_top if ask.wanted else None)
+    sampling = msgspec.structs.replace(
+        sampling,
+        max_tokens=max(1, asked),  # one token is always run
+        prompt_logprobs=ask.num_top if ask.start >= 0 else None,
     )
-    if _start(body) >= 0:
-        sampling = msgspec.structs.replace(sampling, prompt_logprobs=num_top)
-    return PromptParams(sampling, text_params(fields), grammar.translate(fields), native.sampling_seed)
+    constraint = grammar.translate(fields)
+    return PromptParams(sampling, text_params(fields), constraint, native.sampling_seed, discard_output=asked == 0)
 
 
 def _rids(rids: list[str], num_prompts: int, n: int) -> list[str]:
@@ -241,103 +305,3 @@ def _fields(native: NativeSampling) -> GenerationFields:
     for name in ("max_new_tokens", "spaces_between_special_tokens"):
         values.pop(name, None)
     return GenerationFields.model_construct(**values)
-
-
-class NativeFormatter:
-    """Writes one call's reply."""
-
-    def __init__(
-        self, exchange: Exchange, *, several: bool, logprobs: bool, start: int, with_text: bool
-    ) -> None:
-        self._exchange = exchange
-        self._several = several
-        self._logprobs = logprobs
-        self._start = start
-        self._with_text = with_text
-        num = len(exchange.records)
-        self._texts = [""] * num
-        self._outputs: list[list[Any]] = [[] for _ in range(num)]
-        self._tops: list[list[Any]] = [[] for _ in range(num)]
-        self._inputs: list[list[Any]] = [[] for _ in range(num)]
-        self._input_tops: list[list[Any]] = [[] for _ in range(num)]
-
-    def opening(self) -> bytes:
-        """Nothing: the first event carries text."""
-        return b""
-
-    def chunk(self, deltas: list[Delta]) -> bytes:
-        """One event per choice that has something new."""
-        pieces = []
-        for index, own in enumerate(by_choice(deltas, len(self._exchange.records))):
-            if own:
-                self._take(index, own)
-                pieces.append(b"data: " + orjson.dumps(self._state(index)) + b"\n\n")
-        return b"".join(pieces)
-
-    def closing(self) -> bytes:
-        """The end mark."""
-        return DONE
-
-    def whole(self, deltas: list[Delta]) -> bytes:
-        """One object, or a list for several prompts or choices."""
-        for index, own in enumerate(by_choice(deltas, len(self._exchange.records))):
-            self._take(index, own)
-        states = [self._state(index) for index in range(len(self._exchange.records))]
-        return orjson.dumps(states if self._several else states[0])
-
-    def _take(self, index: int, deltas: list[Delta]) -> None:
-        for delta in deltas:
-            self._texts[index] += delta.text
-            for item in delta.prompt_logprobs[max(0, self._start) :] if self._start >= 0 else ():
-                self._inputs[index].append(self._entry(item))
-                self._input_tops[index].append(self._top(item))
-            for item in delta.logprobs:
-                self._outputs[index].append(self._entry(item))
-                self._tops[index].append(self._top(item))
-
-    def _entry(self, item: TokenLogprob) -> list[Any]:
-        """(log-probability, id, text): SGLang's triple, its text null unless asked for."""
-        return [json_logprob(item.logprob), item.token_id, item.token if self._with_text else None]
-
-    def _top(self, item: TokenLogprob) -> list[list[Any]] | None:
-        """The triples of the most likely tokens; None where none were asked for or there is no distribution."""
-        ids = unpack_i32(item.top_ids).tolist()
-        return [
-            [json_logprob(logprob), token_id, token if self._with_text else None]
-            for token_id, (token, _, logprob) in zip(ids, item.top, strict=True)
-        ] or None
-
-    def _state(self, index: int) -> dict[str, Any]:
-        record = self._exchange.records[index]
-        finish = record.finish
-        reason: dict[str, Any] | None = None
-        if finish is not None:
-            reason = {"type": finish.reason}
-            if finish.reason == "length":
-                reason["length"] = record.completion_tokens
-            elif finish.matched is not None:
-                reason["matched"] = finish.matched
-            if finish.message:
-                reason["message"] = finish.message
-        meta: dict[str, Any] = {
-            "id": record.rid,
-            "finish_reason": reason,
-            "prompt_tokens": record.prompt_tokens,
-            "completion_tokens": record.completion_tokens,
-            "cached_tokens": record.cached_tokens,
-            "e2e_latency": time.monotonic() - self._exchange.received,
-        }
-        if self._logprobs:
-            meta["output_token_logprobs"] = self._outputs[index]
-            meta["output_top_logprobs"] = self._tops[index]
-            if self._start >= 0:
-                meta["input_token_logprobs"] = self._inputs[index]
-                meta["input_top_logprobs"] = self._input_tops[index]
-        state: dict[str, Any] = {
-            "text": self._texts[index],
-            "output_ids": unpack_i32(bytes(record.ids)).tolist(),
-            "meta_info": meta,
-        }
-        if self._several:
-            state["index"] = index
-        return state

@@ -148,6 +148,13 @@ def test_sglangs_form_takes_ids_batches_and_a_rid(client: httpx.Client) -> None:
     assert likeliest == first["output_ids"], "greedy takes the most likely"
     assert first["meta_info"]["input_top_logprobs"][0] is None
     assert all(len(top) == 2 for top in first["meta_info"]["input_top_logprobs"][1:])
+    body |= {"return_logprob": [False, True], "logprob_start_len": [-1, 0], "top_logprobs_num": [0, 3]}
+    quiet, shown = client.post("/generate", json=body).json()
+    assert quiet["output_ids"] == first["output_ids"] and "output_token_logprobs" not in quiet["meta_info"]
+    assert [len(top) for top in shown["meta_info"]["output_top_logprobs"]] == [3, 3]
+    assert shown["meta_info"]["input_token_logprobs"] == [[None, 70, None]]
+    scored = client.post("/generate", json={**body, "sampling_params": {"max_new_tokens": 0}}).json()[1]
+    assert (scored["output_ids"], scored["meta_info"]["input_token_logprobs"]) == ([], [[None, 70, None]])
     batch = {"text": ["to be", "or"], "sampling_params": sampling}
     named = client.post("/generate", json={**batch, "rid": ["a", "b"]}).json()
     assert [one["meta_info"]["id"] for one in named] == ["a", "b"]

@@ -69,6 +69,8 @@ def tame(body: Any, path: str) -> None:
     elif path == "/generate":
         text = body["text"] = body.get("text") or "x"
         body["input_ids"] = None
+        if isinstance(body.get("return_logprob"), list):
+            body["return_logprob"] = bool(body["return_logprob"])
         given = body.get("sampling_params")
         each = [one or {} for one in (given if isinstance(given, list) else [given])]
         for one in each:
