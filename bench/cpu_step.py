@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from bench.timing import on_threads
 from worker_proc.kernels.cpu.fast_runner import CpuFastRunner
 from worker_proc.kernels.cpu.isa import Isa
 from worker_proc.kernels.cpu.kernels import build
@@ -77,17 +77,6 @@ def make_batch(case: Case, page_size: int, vocab: int) -> PackedBatch:
     )
 
 
-def on_threads(num_threads: int, work: Callable[[int], None]) -> float:
-    """Seconds for ``work(tid)`` on that many threads."""
-    threads = [threading.Thread(target=work, args=(tid,)) for tid in range(num_threads)]
-    started = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return time.perf_counter() - started
-
-
 def read_bandwidth(num_threads: int) -> Callable[[], float]:
     """A function that measures GB/s of reading 256 MiB."""
     data = huge_buffer(256 << 20, "bandwidth test")
@@ -110,6 +99,7 @@ def tile_rate(isa: Isa, num_threads: int) -> Callable[[], float]:
     """A function that measures GFLOP/s of the largest tile on data in the first-level cache."""
     kernels = build(isa)
     dot, rows, steps, repeats = kernels.dot_rows, isa.max_rows, 8, 20000
+    ldx = 32 * steps * isa.activation_bytes
     configure = kernels.configure_tiles
     config = np.frombuffer(tile_config(False), np.uint8)
     buffers = [np.zeros(1 << 17, np.uint8) for _ in range(num_threads)]
@@ -123,7 +113,7 @@ def tile_rate(isa: Isa, num_threads: int) -> Callable[[], float]:
     def loop(base: int) -> None:
         for _ in range(repeats):
             w = base + 32768
-            dot(rows, base, steps * 64, w, w + STEP_BYTES, steps, 2 * STEP_BYTES, base + 65536, 128, 0, 0)
+            dot(rows, base, ldx, w, w + STEP_BYTES, steps, 2 * STEP_BYTES, base + 65536, 128, 0, 0)
 
     def work(tid: int) -> None:
         if configure is not None:

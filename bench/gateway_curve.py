@@ -16,77 +16,42 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from bench.gateway_overhead import ROOT, free_port, stream_client
-from common import config as config_file
-from common.config import HttpConfig, RuntimeConfig, ServerConfig
+from bench import children
+from bench.gateway_overhead import stream_client
 
 TOKENS_PER_SECOND = 400
 """Of one stream, for the length of a run: roughly what a core gives 32 streams."""
-START_TIMEOUT_S = 60.0
-
-
-def environment() -> dict[str, str]:
-    """Our packages on the import path."""
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 class Fleet:
     """A fake engine and its gateways, in one run directory."""
 
     def __init__(self, run_dir: Path, num_gateways: int) -> None:
-        command = [sys.executable, "-m", "bench.gateway_overhead", "--engine", str(run_dir), "0"]
-        self.engine = subprocess.Popen(command, cwd=ROOT)
+        self.engine = children.start("bench.gateway_overhead", "--engine", str(run_dir), "0")
         self.ports: list[int] = []
         self.gateways: list[subprocess.Popen[bytes]] = []
-        for index in range(num_gateways):
-            port = free_port()
-            http = HttpConfig(port=port, gateways=num_gateways)
-            config = ServerConfig(http=http, runtime=RuntimeConfig(log_level="warning"))
-            (run_dir / "config.json").write_bytes(config_file.save(config))
-            self.gateways.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "gateway", "--run-dir", str(run_dir), "--index", str(index)],
-                    cwd=ROOT, env=environment(),
-                )
-            )  # fmt: skip
-            asyncio.run(wait_ready(port))  # it has read its own port: the next may be written
-            self.ports.append(port)
+        try:
+            for index in range(num_gateways):
+                process, port = children.start_gateway(run_dir, index, num_gateways)
+                self.gateways.append(process)
+                self.ports.append(port)
+                asyncio.run(children.wait_ready(port))  # it has read its own port: the next may be written
+        except BaseException:
+            self.stop()
+            raise
 
     def cpu_s(self) -> tuple[float, float]:
         """User and system time so far: of the engine, and of all gateways."""
-        engine, *gateways = [psutil.Process(p.pid).cpu_times() for p in (self.engine, *self.gateways)]
-        return engine.user + engine.system, sum(times.user + times.system for times in gateways)
+        return children.cpu_s(self.engine), children.cpu_s(*self.gateways)
 
     def stop(self) -> None:
         """End all of it."""
-        for process in (*self.gateways, self.engine):
-            process.terminate()
-            process.wait(10)
-
-
-async def wait_ready(port: int) -> None:
-    """Wait until ``/health`` says ok. Raises RuntimeError after ``START_TIMEOUT_S``."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            line = await reader.readline()
-            writer.close()
-            if b" 200 " in line:
-                return
-        except OSError:
-            pass
-        await asyncio.sleep(0.1)
-    raise RuntimeError(f"the gateway on port {port} did not become ready within {START_TIMEOUT_S:g} s")
+        children.stop(*self.gateways, self.engine)
 
 
 async def clients(port: int, streams: int, tokens: int) -> dict[str, float]:
@@ -107,8 +72,7 @@ def measure(num_gateways: int, streams: int, seconds: float) -> dict[str, float]
             for index, port in enumerate(fleet.ports):
                 share = streams // num_gateways + (index < streams % num_gateways)
                 arguments = ["--client", str(port), str(share), str(tokens)]
-                command = [sys.executable, "-m", "bench.gateway_curve", *arguments]
-                readers.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env=environment()))
+                readers.append(children.start("bench.gateway_curve", *arguments, stdout=subprocess.PIPE))
             replies = [json.loads(reader.communicate()[0]) for reader in readers]
             engine_after, gateway_after = fleet.cpu_s()
         finally:

@@ -19,22 +19,16 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from bench import children
 from bench.fake_engine import FakeEngine, Script
-from common import config as config_file
-from common.config import HttpConfig, RuntimeConfig, ServerConfig
 from common.messages import Generate
 
-ROOT = Path(__file__).resolve().parents[1]
 WORDS = tuple(f" word{i}" for i in range(16))
 
 
@@ -90,69 +84,23 @@ async def stream_client(port: int, max_tokens: int) -> int:
     return count
 
 
-def free_port() -> int:
-    """A loopback port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class Server:
-    """A gateway process, pinned to nothing, and its CPU time."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.port = free_port()
-        config = ServerConfig(http=HttpConfig(port=self.port), runtime=RuntimeConfig(log_level="warning"))
-        (run_dir / "config.json").write_bytes(config_file.save(config))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "gateway", "--run-dir", str(run_dir)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        self._ps = psutil.Process(self.process.pid)
-
-    async def wait_ready(self) -> None:
-        """Wait until /health says ok."""
-        for _ in range(300):
-            try:
-                reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-                line = await reader.readline()
-                writer.close()
-                if b" 200 " in line:
-                    return
-            except OSError:
-                pass
-            await asyncio.sleep(0.1)
-        raise RuntimeError("the gateway did not become ready")
-
-    def cpu_s(self) -> float:
-        """User and system time so far."""
-        times = self._ps.cpu_times()
-        return float(times.user + times.system)
-
-    def stop(self) -> None:
-        """SIGTERM, then wait."""
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(10)
-
-
-async def measure(server: Server, kind: str, seconds: float, streams: int, rate: float) -> dict[str, Any]:
+async def measure(
+    server: subprocess.Popen[bytes], port: int, kind: str, seconds: float, streams: int, rate: float
+) -> dict[str, Any]:
     """One measurement: whole, flood or paced."""
-    await server.wait_ready()
-    port = server.port
-    started, cpu = time.monotonic(), server.cpu_s()
+    await children.wait_ready(port)
+    started, cpu = time.monotonic(), children.cpu_s(server)
     if kind == "whole":
         counts = await asyncio.gather(*[whole_client(port, started + seconds) for _ in range(32)])
         elapsed = time.monotonic() - started
         requests = sum(counts)
         return {
             "requests_per_s": round(requests / elapsed, 1),
-            "cpu_us_per_request": round(1e6 * (server.cpu_s() - cpu) / requests, 1),
+            "cpu_us_per_request": round(1e6 * (children.cpu_s(server) - cpu) / requests, 1),
         }
     tokens = 16 * max(1, round(seconds * rate / streams / 16)) if kind == "paced" else 16 * max(1, int(40 * seconds))
     counts = await asyncio.gather(*[stream_client(port, tokens) for _ in range(streams)])
-    elapsed, used = time.monotonic() - started, server.cpu_s() - cpu
+    elapsed, used = time.monotonic() - started, children.cpu_s(server) - cpu
     if sum(counts) != tokens * streams:
         raise RuntimeError(f"{sum(counts)} chunks came, {tokens * streams} tokens were generated")
     return {
@@ -184,15 +132,12 @@ def main() -> None:
     result: dict[str, Any] = {"benchmark": "gateway_overhead", "cores": os.cpu_count()}
     for kind, step_s in (("whole", 0.0), ("flood", 0.0), ("paced", args.streams / args.rate)):
         with tempfile.TemporaryDirectory(prefix="qt-bench-") as folder:
-            command = [sys.executable, "-m", "bench.gateway_overhead", "--engine", folder, str(step_s)]
-            engine = subprocess.Popen(command, cwd=ROOT)
-            server = Server(Path(folder))
+            engine = children.start("bench.gateway_overhead", "--engine", folder, str(step_s))
+            server, port = children.start_gateway(Path(folder))
             try:
-                result[kind] = asyncio.run(measure(server, kind, args.seconds, args.streams, args.rate))
+                result[kind] = asyncio.run(measure(server, port, kind, args.seconds, args.streams, args.rate))
             finally:
-                server.stop()
-                engine.terminate()
-                engine.wait(10)
+                children.stop(server, engine)
         print(f"{kind}: {result[kind]}")
     print(json.dumps(result))
 

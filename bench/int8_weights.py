@@ -20,9 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import llvmlite.ir as ir
@@ -31,6 +28,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from bench.timing import on_threads
 from worker_proc.kernels.cpu import isa
 from worker_proc.kernels.cpu.kernels import build
 from worker_proc.kernels.cpu.packing import huge_buffer
@@ -135,15 +133,6 @@ class Bench:
         kernels = build(isa.AMX)
         self.bf16, self.int8 = _make_bf16(kernels), _make_int8(kernels)
 
-    def _on_threads(self, work: Callable[[int], None]) -> float:
-        threads = [threading.Thread(target=work, args=(tid,)) for tid in range(self.num_threads)]
-        began = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return time.perf_counter() - began
-
     def ms(self, rows: int, int8: bool) -> float:
         """Milliseconds of all linear layers for ``rows`` rows (logits of at most 32); the best of nine."""
         run = self.int8 if int8 else self.bf16
@@ -155,42 +144,17 @@ class Bench:
                 self.q, self.scales, self.out[tid], (self.sums[tid].ctypes.data + 63) // 64 * 64,
             )  # fmt: skip
 
-        self._on_threads(work)
-        return 1e3 * min(self._on_threads(work) for _ in range(9))
+        on_threads(self.num_threads, work)
+        return 1e3 * min(on_threads(self.num_threads, work) for _ in range(9))
 
 
-def _make_bf16(kernels: Any) -> Any:
-    configure, first, dot, store = (
-        kernels.configure_tiles, kernels.dot_rows_first, kernels.dot_rows, kernels.epilogues["store"]
-    )  # fmt: skip
+def _make_run(kernels: Any, inputs_a_step: int, prepare: Any, multiply: Any) -> Any:
+    """One thread's share of all linear layers, compiled; the two sides differ in these three alone.
 
-    @njit(nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
-    def run(
-        config: int, weights: int, layers: Any, rows: int, tid: int, nt: int, x: Any, q: Any, scales: Any, out: Any,
-        sums: int,
-    ) -> None:  # fmt: skip
-        configure(config)
-        at = weights
-        for index in range(layers.shape[0]):
-            steps, panels = layers[index, 0] // 32, layers[index, 1] // 32
-            n = min(rows, 32) if index + 1 == layers.shape[0] else rows
-            for panel in range(tid * panels // nt, (tid + 1) * panels // nt):
-                w = at + panel * steps * 2048
-                for r in range(0, n, 32):
-                    xr = x.ctypes.data + r * 1216
-                    if r == 0:
-                        first(n, xr, 1216, w, w + 1024, steps, 2048, sums, 128, 0, 0)
-                    else:
-                        dot(n - r, xr, 1216, w, w + 1024, steps, 2048, sums, 128, 0, 0)
-                    store(sums, min(32, n - r), 0, out.ctypes.data + r * 12288 + panel % 96 * 128, 12288)
-            at += panels * steps * 2048
-        configure(0)
-
-    return run
-
-
-def _make_int8(kernels: Any) -> Any:
-    configure, dot32, dot16 = kernels.configure_tiles, make_int8_dot(32), make_int8_dot(16)
+    ``prepare(x, q, scales, inputs, first, last)`` rows of activations, then for every panel of 32 columns and block
+    of 32 rows ``multiply(x, q, scales, first row, rows, panel, steps, sums, place of the result)``.
+    """
+    configure = kernels.configure_tiles
 
     @njit(nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
     def run(
@@ -201,24 +165,56 @@ def _make_int8(kernels: Any) -> Any:
         at = weights
         for index in range(layers.shape[0]):
             inputs = layers[index, 0]
-            steps, panels = inputs // 64, layers[index, 1] // 32
+            steps, panels = inputs // inputs_a_step, layers[index, 1] // 32
             n = min(rows, 32) if index + 1 == layers.shape[0] else rows
-            mine = slice(tid * n // nt, (tid + 1) * n // nt)
-            quantize_rows(x[mine, :inputs], q[mine, :inputs], scales[mine])
+            prepare(x, q, scales, inputs, tid * n // nt, (tid + 1) * n // nt)
             for panel in range(tid * panels // nt, (tid + 1) * panels // nt):
                 w = at + panel * steps * 2048
                 for r in range(0, n, 32):
-                    xr = q.ctypes.data + r * 1600
-                    if n - r > 16:
-                        dot32(xr, 1600, w, steps, sums)
-                    else:
-                        dot16(xr, 1600, w, steps, sums)
                     place = out.ctypes.data + r * 12288 + panel % 96 * 128
-                    scale_sums(sums, min(32, n - r), scales.ctypes.data + 4 * r, scales.ctypes.data, place, 12288)
+                    multiply(x, q, scales, r, n - r, w, steps, sums, place)
             at += panels * steps * 2048
         configure(0)
 
     return run
+
+
+def _make_bf16(kernels: Any) -> Any:
+    first, dot, store = kernels.dot_rows_first, kernels.dot_rows, kernels.epilogues["store"]
+
+    @njit(nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
+    def prepare(x: Any, q: Any, scales: Any, inputs: int, begin: int, end: int) -> None:
+        pass
+
+    @njit(nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
+    def multiply(x: Any, q: Any, scales: Any, r: int, n: int, w: int, steps: int, sums: int, place: int) -> None:
+        xr = x.ctypes.data + r * 1216
+        if r == 0:
+            first(n, xr, 1216, w, w + 1024, steps, 2048, sums, 128, 0, 0)
+        else:
+            dot(n, xr, 1216, w, w + 1024, steps, 2048, sums, 128, 0, 0)
+        store(sums, min(32, n), 0, place, 12288)
+
+    return _make_run(kernels, 32, prepare, multiply)
+
+
+def _make_int8(kernels: Any) -> Any:
+    dot32, dot16 = make_int8_dot(32), make_int8_dot(16)
+
+    @njit(nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
+    def prepare(x: Any, q: Any, scales: Any, inputs: int, begin: int, end: int) -> None:
+        quantize_rows(x[begin:end, :inputs], q[begin:end, :inputs], scales[begin:end])
+
+    @njit(nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
+    def multiply(x: Any, q: Any, scales: Any, r: int, n: int, w: int, steps: int, sums: int, place: int) -> None:
+        xr = q.ctypes.data + r * 1600
+        if n > 16:
+            dot32(xr, 1600, w, steps, sums)
+        else:
+            dot16(xr, 1600, w, steps, sums)
+        scale_sums(sums, min(32, n), scales.ctypes.data + 4 * r, scales.ctypes.data, place, 12288)
+
+    return _make_run(kernels, 64, prepare, multiply)
 
 
 def accuracy(model_dir: str) -> dict[str, dict[str, float]]:

@@ -23,8 +23,6 @@ import os
 import re
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,13 +31,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.gateway_overhead import free_port
+from bench.children import get, start, wait_ready
+from bench.servers import free_port
 from common import config as config_file
 from common.channels import Channels
 from common.config import HttpConfig, ModelConfig, RuntimeConfig, ServerConfig
 from worker_proc.prepare.resolve import resolve
 
-ROOT = Path(__file__).resolve().parents[1]
 TEXT_ROLES = ("gateway", "tokenizer", "detokenizer")
 """The processes that the figure is about; the scheduler is shown beside them."""
 PACKAGES = {"gateway": "gateway", "tokenizer": "tokenizer_proc", "detokenizer": "detokenizer_proc",
@@ -107,40 +105,16 @@ def processes(model_dir: str, rate: float) -> Iterator[tuple[int, dict[str, int]
         (Path(folder) / "config.json").write_bytes(config_file.save(config))
         channels = Channels(folder)
         channels.receiver("supervisor")  # where heartbeats go; nobody reads them
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "bench.paced_worker", "--run-dir", folder, "--rate", str(rate)]
-        children = {"worker": subprocess.Popen(command, cwd=ROOT, env=env)}
+        started = {"worker": start("bench.paced_worker", "--run-dir", folder, "--rate", str(rate))}
         try:
             for role, package in PACKAGES.items():
-                command = [sys.executable, "-m", package, "--run-dir", folder]
-                children[role] = subprocess.Popen(command, cwd=ROOT, env=env)
-            yield port, {role: child.pid for role, child in children.items()}
+                started[role] = start(package, "--run-dir", folder)
+            yield port, {role: child.pid for role, child in started.items()}
         finally:
-            for child in children.values():
+            for child in started.values():
                 child.send_signal(signal.SIGKILL)
                 child.wait()
             channels.close()
-
-
-async def get(port: int, path: str) -> bytes:
-    """The whole answer to a GET, its headers included."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
-    answer = await reader.read()
-    writer.close()
-    return answer
-
-
-async def wait_ready(port: int) -> None:
-    """Wait until /health says ok."""
-    for _ in range(600):
-        try:
-            if b" 200 " in (await get(port, "/health")).split(b"\r\n", 1)[0]:
-                return
-        except OSError:
-            pass
-        await asyncio.sleep(0.1)
-    raise RuntimeError("the gateway did not become ready")
 
 
 async def num_tokens(port: int) -> int:
