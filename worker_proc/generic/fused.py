@@ -1,106 +1,132 @@
-"""Norms and gated MLPs of a transformers model through our Triton kernels, where they give the model's numbers.
+"""A transformers model with our Triton kernels between its matrix products.
 
-A module is recognised by its parts and then tried: one that gives other numbers than the kernel stays as it is.
-Imports Triton.
+Each replacement is recognised by what a module has, tried beside the module, and left out where the numbers differ.
+At the end the whole model is compared with itself as it was; if that fails everything is put back. Imports Triton.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from worker_proc.kernels.cuda.activation import gate_mul
-from worker_proc.kernels.cuda.norm import rms_norm
+from worker_proc.generic.fused_layers import (
+    SummingForward,
+    followers,
+    is_summing,
+    rotated_forward,
+    trial_step,
+    try_forwards,
+)
+from worker_proc.generic.fused_modules import FusedNorm, fused_gate, fused_mlp, fused_norm
+from worker_proc.generic.selfcheck import TOLERANCE
 
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""Largest accepted error of the trial, relative to the norm of what the model gives."""
-TRIAL_ROWS = 5
-
-
-class FusedNorm(nn.Module):
-    """Stands in for an RMS norm: x / rms(x) * weight, or * (1 + weight) with ``offset``."""
-
-    def __init__(self, norm: Any, eps: float, offset: bool) -> None:
-        super().__init__()
-        self.weight = norm.weight
-        self.variance_epsilon = self.eps = eps
-        self._offset = offset
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
-        rows = x.reshape(-1, x.shape[-1])
-        out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-        rms_norm(rows, self.weight, self.eps, out, offset=self._offset)
-        return out.view(x.shape)
+log = logging.getLogger(__name__)
 
 
-class FusedMlp(nn.Module):
-    """Stands in for down(act(gate(x)) * up(x)), act SiLU or tanh-GELU."""
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """How many modules calculate through our kernels."""
 
-    def __init__(self, mlp: Any, gelu: bool) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        self.act_fn = mlp.act_fn
-        self._gelu = gelu
+    norms: int = 0
+    gates: int = 0
+    """Gated MLPs, and groups of experts."""
+    rotations: int = 0
+    """Attention modules whose rotary embedding is ours."""
+    sums: int = 0
+    """Layers whose residual sums happen in the norms after them."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
-        gate, up = self.gate_proj(x).flatten(0, -2), self.up_proj(x).flatten(0, -2)
-        out: Tensor = self.down_proj(gate_mul(gate, up, self._gelu))
-        return out.view(*x.shape[:-1], out.shape[-1])
+    def __str__(self) -> str:
+        """For the log."""
+        return f"{self.norms} norms, {self.gates} gates, {self.rotations} rotations, {self.sums} layers' residual sums"
 
 
-def fuse_modules(model: Any) -> tuple[int, int]:
-    """Replace what can be, in place: (norms, MLPs) that were."""
-    counts = [0, 0]
-    with torch.inference_mode():
-        for parent in list(model.modules()):
+class Fusion:
+    """Replacements in one model, and how to take them back."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._undo: list[Callable[[], None]] = []
+
+    def apply(self) -> Fused:
+        """Replace what can be, in place. The model's attention implementation is left set to eager."""
+        with torch.inference_mode():
+            before = trial_step(self._model)
+            norms, mlps = self._modules()
+            fused = Fused(norms, mlps + self._gates(), self._rotations(), self._sums())
+            error, tolerance = relative_error(trial_step(self._model), before)
+        if error <= tolerance:
+            return fused
+        log.warning("our kernels are not used: with %s the logits differ by %.4f (tolerance %.4f)",
+                    fused, error, tolerance)  # fmt: skip
+        self.undo()
+        return Fused()
+
+    def undo(self) -> None:
+        """The model as it was."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _modules(self) -> tuple[int, int]:
+        counts = [0, 0]
+        for parent in list(self._model.modules()):
             for name, child in list(parent.named_children()):
-                for kind, fused in enumerate((_fused_norm, _fused_mlp)):
+                for kind, fused in enumerate((fused_norm, fused_mlp)):
                     replacement = fused(child)
                     if replacement is not None:
                         setattr(parent, name, replacement)
+                        self._undo.append(lambda at=(parent, name, child): setattr(*at))  # type: ignore[misc]
                         counts[kind] += 1
                         break
-    return counts[0], counts[1]
+        return counts[0], counts[1]
+
+    def _gates(self) -> int:
+        count = 0
+        for module in self._model.modules():
+            gate = fused_gate(module)
+            if gate is not None:
+                self._override(module, "_apply_gate", gate)
+                count += 1
+        return count
+
+    def _rotations(self) -> int:
+        candidates = [(module, rotated_forward(module)) for module in self._model.modules()]
+        found = try_forwards(lambda: trial_step(self._model), [(m, f) for m, f in candidates if f is not None])
+        for module, forward in found:
+            self._override(module, "forward", forward)
+        return len(found)
+
+    def _sums(self) -> int:
+        layers = [module for module in self._model.modules() if is_summing(module)]
+        norms = [module for module in self._model.modules() if isinstance(module, FusedNorm)]
+        if not layers:
+            return 0
+        following = followers(lambda: trial_step(self._model), layers, norms)
+        candidates = [(layer, SummingForward(layer, following.get(id(layer)))) for layer in layers]
+        found = try_forwards(lambda: trial_step(self._model), candidates)
+        for layer, forward in found:
+            self._override(layer, "forward", forward)
+        return len(found)
+
+    def _override(self, module: Any, name: str, value: Any) -> None:
+        """An attribute of one instance in front of its class's."""
+        setattr(module, name, value)
+        self._undo.append(lambda: module.__dict__.pop(name))
 
 
-def _fused_norm(module: nn.Module) -> nn.Module | None:
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    parameters = dict(module.named_parameters())
-    if "RMSNorm" not in type(module).__name__ or not isinstance(eps, float) or set(parameters) != {"weight"}:
-        return None
-    if parameters["weight"].dim() != 1:
-        return None
-    return _first_that_agrees(module, parameters["weight"], lambda offset: FusedNorm(module, eps, offset))
+def fuse_model(model: Any) -> Fused:
+    """Replace what can be, in place; see :class:`Fusion`. The caller sets the model's attention next."""
+    return Fusion(model).apply()
 
 
-def _fused_mlp(module: nn.Module) -> nn.Module | None:
-    parts = dict(module.named_children())
-    if set(parts) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
-        return None
-    gate, up, down = parts["gate_proj"], parts["up_proj"], parts["down_proj"]
-    # A layer of another type may calculate otherwise, or with other ranks.
-    if type(gate) is not nn.Linear or type(up) is not nn.Linear or type(down) is not nn.Linear:
-        return None
-    return _first_that_agrees(module, gate.weight[0], lambda gelu: FusedMlp(module, gelu))
-
-
-def _first_that_agrees(module: nn.Module, like: Tensor, make: Callable[[bool], nn.Module]) -> nn.Module | None:
-    """The variant that gives the module's numbers for random rows as wide as ``like``, of its dtype and device."""
-    if like.dtype not in TOLERANCE:
-        return None
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn((1, TRIAL_ROWS, like.shape[0]), generator=generator).to(like.dtype).to(like.device)
-    want = module(x)
-    for choice in (False, True):
-        candidate = make(choice)
-        got = candidate(x)
-        if got.shape == want.shape and got.dtype == want.dtype:
-            error = (got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-30)
-            if error <= TOLERANCE[like.dtype]:
-                return candidate
-    return None
+def relative_error(got: Tensor, want: Tensor) -> tuple[float, float]:
+    """(error, tolerance) of logits [1, T, vocab], as in the start-up check: worst row in float32, median row else."""
+    finite = want.isfinite()
+    difference = torch.where(finite, got.float() - want.float(), 0.0).norm(dim=-1)
+    errors = difference / torch.where(finite, want.float(), 0.0).norm(dim=-1).clamp_min(1e-30)
+    error = errors.max() if want.dtype == torch.float32 else errors.median()
+    return (float(error) if error.isfinite() else float("inf")), TOLERANCE[str(want.dtype).removeprefix("torch.")]

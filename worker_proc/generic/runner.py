@@ -37,7 +37,7 @@ class GenericRunner:
     """A ``ModelRunner`` for a loaded transformers model, on CPU or CUDA.
 
     ``model`` is in eval mode and stays the caller's; its attention implementation is set here, and with the Triton
-    backend its norms and gated MLPs are replaced by modules that give the same.
+    backend what lies between its matrix products goes through our kernels (``fused.py``).
     ``attention`` is --attention-backend, or a backend itself; ``kv_dtype`` is --kv-cache-dtype.
     Raises ``ConfigError`` if the model cannot be served.
     """
@@ -66,9 +66,9 @@ class GenericRunner:
             needs = AttentionNeeds(tuple(self.specs), page_size, limit, model.dtype, pool, self.device)
             attention = choose_backend(attention, needs)
         if attention.name == "triton":
-            from worker_proc.generic.fused import fuse_modules
+            from worker_proc.generic.fused import fuse_model
 
-            log.info("norms and gated MLPs through our kernels: %d and %d", *fuse_modules(model))
+            log.info("through our kernels: %s", fuse_model(model))
         self._attention = PagedAttention(self.specs, page_size, pool, self.device, attention)
         self._key = f"quintet_paged_{next(_ATTENTION_NUMBERS)}"
         AttentionInterface.register(self._key, self._attention)
