@@ -28,6 +28,7 @@ from worker_proc.generic.runner import GenericRunner
 from worker_proc.generic.selfcheck import FP8_TOLERANCE, compare, reference_logits
 from worker_proc.generic.warmup import CudaMemory, room_for_pool
 from worker_proc.memory import PoolRequest, WorkerState, choose_num_pages, free_host_bytes
+from worker_proc.parallel.graphs import AgreedCapture
 from worker_proc.parallel.group import Membership, RankGroup
 from worker_proc.parallel.weights import load_shard
 from worker_proc.runner import ModelRunner
@@ -107,11 +108,11 @@ def load_worker(
             raise ConfigError(f"--worker-path cpu-fast cannot run this model: {fast}; --worker-path generic can")
         log.warning("the fast CPU path is not used: %s; falling back to the generic path", fast)
     num_packed = pack_linears(model)
-    runner, words = build_generic(model, reference, config, context_length, state, group)
+    runner, words = build_generic(model, reference, config, context_length, state, group, progress)
     if runner is None and num_packed:
         log.warning("packed linear layers do not fit this model (%s); loading it again without", words)
         model = load_model(config, hf_config, dtype, device, group, progress)
-        runner, words = build_generic(model, reference, config, context_length, state, group)
+        runner, words = build_generic(model, reference, config, context_length, state, group, progress)
     if runner is None:
         raise ConfigError(f"{type(model).__name__} is not supported: {words}")
     return runner
@@ -124,13 +125,14 @@ def build_generic(
     context_length: int,
     state: WorkerState | None,
     group: RankGroup | None = None,
+    progress: Callable[[str], None] = log.info,
 ) -> tuple[LoadedWorker | None, str]:
     """The generic path for a model, allocated and checked; or None and why its logits are not the model's."""
     page_size = state.page_size if state else config.cache.page_size
     attention, kv_dtype = config.worker.attention_backend, config.cache.kv_cache_dtype
     runner = GenericRunner(model, page_size, context_length, attention, kv_dtype)
     num_pages = allocate(runner, config, context_length, runner.device, state, group)
-    record_graphs(runner, config, group)  # before the check, whose last step is then a replay
+    record_graphs(runner, config, group, progress)  # before the check, whose last step is then a replay
     tolerance = FP8_TOLERANCE if kv_dtype == "fp8_e4m3" else None
     result = compare(runner, reference, model.get_input_embeddings().num_embeddings, tolerance)
     log.info("start-up check of %s: error %.5f, tolerance %.4f", runner.name, result.error, result.tolerance)
@@ -144,18 +146,26 @@ def build_generic(
     )
 
 
-def record_graphs(runner: GenericRunner, config: ServerConfig, group: RankGroup | None) -> None:
-    """CUDA graphs of decode steps, as --cuda-graph-max-bs and --disable-cuda-graph say."""
+def record_graphs(
+    runner: GenericRunner, config: ServerConfig, group: RankGroup | None, progress: Callable[[str], None]
+) -> None:
+    """CUDA graphs of decode steps, as --cuda-graph-max-bs and --disable-cuda-graph say.
+
+    Over several ranks only where --cuda-graph-max-bs asks for them; every rank records the same sizes.
+    """
     most, off = config.worker.cuda_graph_max_bs, config.worker.disable_cuda_graph
     if runner.device.type != "cuda":
         if most:
             raise ConfigError(f"--cuda-graph-max-bs {most}: the model runs on {runner.device}, leave the flag out")
-        return
-    if off or group is not None:
-        log.info("no CUDA graphs: %s", "--disable-cuda-graph" if off else "the ranks' collectives are not recorded")
-        return
-    most = most or min(DEFAULT_MOST_ROWS, config.scheduler.max_running_requests)
-    runner.record_graphs(most, CudaCapture(), log.info)
+    elif off:
+        log.info("no CUDA graphs: --disable-cuda-graph")
+    elif group is None:
+        most = most or min(DEFAULT_MOST_ROWS, config.scheduler.max_running_requests)
+        runner.record_graphs(most, CudaCapture(), progress)
+    elif most:
+        runner.record_graphs(most, AgreedCapture(CudaCapture(beside_threads=True), group), progress)
+    else:
+        log.info("no CUDA graphs: over ranks they are off unless --cuda-graph-max-bs asks for them (docs/gpu.md)")
 
 
 def _path_of(name: str) -> str:

@@ -21,6 +21,11 @@ class Job:
     chunk: int
     dtype: str = "float32"
     load_format: str = "auto"
+    attention: str = "auto"
+    graph_rows: int = 0
+    """Decode steps of up to so many rows are replayed, by what calls the function again in place of a GPU's graph."""
+    graphs_fail_on: int = -1
+    """The rank on which the second size cannot be recorded."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Answer:
     vocab_size: int = 0
     num_packed: int = 0
     """Linear layers in a blocked layout."""
+    num_replays: int = 0
     logits: Any = None
     """float32 [1, vocab] after the first prompt."""
 
@@ -89,17 +95,22 @@ def _serve(rank: int, run_dir: str, jobs: Any, answers: Any) -> None:
 def _work(job: Job, member: Any) -> Answer:
     from common.config import CacheConfig, ModelConfig, ServerConfig, WorkerConfig
     from tests.integration.test_exactness_generic import PAGE, Sequence, new_sequences, run_greedy, step
+    from tests.unit.graph_fakes import CallingAgain
     from worker_proc.generic.packed_linear import PackedLinear
     from worker_proc.loading import load_worker
+    from worker_proc.parallel.graphs import AgreedCapture
 
     config = ServerConfig(
         model=ModelConfig(dtype=job.dtype, load_format=job.load_format),  # type: ignore[arg-type]
         cache=CacheConfig(page_size=PAGE, max_total_tokens=3200 + 800 * member.rank),
-        worker=WorkerConfig(cpu_threads=1, tp_size=NUM_RANKS, device="cpu"),
+        worker=WorkerConfig(cpu_threads=1, tp_size=NUM_RANKS, device="cpu", attention_backend=job.attention),  # type: ignore[arg-type]
         model_dir=job.folder,
     )
     loaded = load_worker(config, 1, None, member=member)
     runner: Any = loaded.runner
+    replays = CallingAgain(fails_at=2 if job.graphs_fail_on == member.rank else 0)
+    if job.graph_rows:
+        runner.record_graphs(job.graph_rows, AgreedCapture(replays, loaded.group), lambda words: None)  # type: ignore[arg-type]
     outputs = run_greedy(runner, new_sequences(job.prompts), job.chunk)
     logits = step(runner, [(Sequence(list(job.prompts[0]), list(range(40))), len(job.prompts[0]))]).copy()
     modules = list(runner._model.modules())
@@ -111,5 +122,6 @@ def _work(job: Job, member: Any) -> Answer:
         num_kv_heads=runner.specs[0].num_kv_heads,
         vocab_size=runner.vocab_size,
         num_packed=len(packed),
+        num_replays=replays.replays,
         logits=logits,
     )

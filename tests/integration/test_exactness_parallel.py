@@ -13,7 +13,7 @@ import transformers as hf
 
 from tests.integration.parallel_ranks import Answer, Job, Ranks
 from tests.integration.test_exactness_generic import NEW_TOKENS
-from tests.integration.tiny_models import CONFIGS, VOCAB, generate_alone, tiny_model
+from tests.integration.tiny_models import CONFIGS, VOCAB, generate_alone, greedy_alone, tiny_model
 from worker_proc.generic.packed_linear import packing_works
 
 pytestmark = pytest.mark.integration
@@ -120,6 +120,26 @@ def test_packed_linear_layers_still_add_up_over_the_ranks(ranks: Ranks, tmp_path
         want = model(torch.tensor([prompts[0]])).logits[0, -1:].float().numpy()
     assert answer.num_packed == (3 * 7 + 1 if packing_works() else 0)
     assert np.linalg.norm(answer.logits - want) < 0.05 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("fails_on", [-1, 1], ids=["recorded", "one rank cannot"])
+def test_both_ranks_replay_the_same_graphs_or_none(ranks: Ranks, tmp_path: Path, fails_on: int) -> None:
+    """Triton's kernels on each rank, between the ranks' sums; a graph that calls again in place of a GPU's."""
+    pytest.importorskip("triton")
+    shape = {**_BASE, "num_hidden_layers": 1, "vocab_size": 63}
+    torch.manual_seed(3)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**shape)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0)
+    model.save_pretrained(tmp_path)
+    prompts = [[7, 8, 9], [61, 5]]
+    expected = tuple(tuple(greedy_alone(model, prompt, NEW_TOKENS)) for prompt in prompts)
+    job = Job(str(tmp_path), prompts, chunk=1000, attention="triton", graph_rows=2, graphs_fail_on=fails_on)
+    answers = ranks.run(job)
+    assert both(answers).outputs == expected
+    every = NEW_TOKENS - 1  # each step but the prompts'
+    assert [one.num_replays for one in answers] == ([every] * 2 if fails_on < 0 else [0, 0])
 
 
 def test_both_ranks_say_why_a_model_cannot_be_split(ranks: Ranks, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from common.flags import build
 from tests.integration.test_exactness_generic import NUM_PAGES, PAGE, new_sequences, run_greedy
 from tests.integration.tiny_models import VOCAB, greedy_alone, tiny_model
+from tests.unit.graph_fakes import CallingAgain
 from worker_proc.device_io import HostIo
 from worker_proc.generic.graphs import DecodeGraphs, StaticInputs, graph_sizes
 from worker_proc.generic.runner import GenericRunner
@@ -20,23 +22,6 @@ from worker_proc.generic.warmup import largest_step, room_for_pool
 from worker_proc.runner import PackedBatch
 
 GIB = 2**30
-
-
-class CallingAgain:
-    """A ``Capture`` whose graph calls the function again, with the result in one place as a graph has it."""
-
-    def __init__(self) -> None:
-        self.replays = 0
-
-    def __call__(self, work: Callable[[], Tensor]) -> Any:
-        result, owner = work(), self
-
-        class Recorded:
-            def replay(self) -> Tensor:
-                owner.replays += 1
-                return result.copy_(work())
-
-        return Recorded()
 
 
 def test_sizes_are_dense_where_steps_are_small() -> None:
@@ -110,6 +95,57 @@ def test_a_backend_that_works_on_the_host_stays_without_graphs(caplog: pytest.Lo
     runner.allocate(8)
     runner.record_graphs(4, CallingAgain(), lambda line: None)
     assert "attention backend torch works on the host" in caplog.text
+
+
+class Asked:
+    """A runner on a CUDA device that notes what it is to record."""
+
+    device = torch.device("cuda")
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, str, Any]] = []
+
+    def record_graphs(self, most_rows: int, capture: Any, progress: Any) -> None:
+        self.asked.append((most_rows, type(capture).__name__, progress))
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "expected", "said"),
+    [
+        ({}, 1, [(64, "CudaCapture")], ""),
+        ({"cuda_graph_max_bs": 7}, 1, [(7, "CudaCapture")], ""),
+        ({"disable_cuda_graph": True}, 1, [], "no CUDA graphs: --disable-cuda-graph"),
+        ({}, 2, [], "over ranks they are off unless --cuda-graph-max-bs asks"),
+        ({"cuda_graph_max_bs": 7}, 2, [(7, "AgreedCapture")], ""),
+        ({"cuda_graph_max_bs": 7, "disable_cuda_graph": True}, 2, [], "no CUDA graphs: --disable-cuda-graph"),
+    ],
+)
+def test_flags_and_ranks_decide_what_is_recorded(
+    flags: dict[str, Any], ranks: int, expected: list[Any], said: str,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    from worker_proc import loading
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    caplog.set_level(logging.INFO)
+    runner: Any = Asked()
+    group: Any = object() if ranks > 1 else None
+    told: list[str] = []
+    loading.record_graphs(runner, build({"tp_size": ranks, **flags}), group, told.append)
+    assert [(most, kind) for most, kind, _ in runner.asked] == expected
+    assert all(progress == told.append for _, _, progress in runner.asked), "what takes long is told"
+    assert said in caplog.text
+
+
+def test_graphs_asked_for_on_a_cpu_are_refused() -> None:
+    from worker_proc import loading
+
+    runner: Any = Asked()
+    runner.device = torch.device("cpu")
+    with pytest.raises(ConfigError, match="--cuda-graph-max-bs 7: the model runs on cpu, leave the flag out"):
+        loading.record_graphs(runner, build({"cuda_graph_max_bs": 7}), None, print)
+    loading.record_graphs(runner, build({}), None, print)
+    assert not runner.asked
 
 
 # --------------------------------------------------------------------------- memory

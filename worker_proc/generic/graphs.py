@@ -49,10 +49,15 @@ class _CudaGraph:
 
 
 class CudaCapture:
-    """Records on the current device; all graphs share one pool of memory, since one runs at a time."""
+    """Records on the current device; all graphs share one pool of memory, since one runs at a time.
 
-    def __init__(self) -> None:
+    ``beside_threads``: other threads of the process ask CUDA things meanwhile (NCCL's watchdog does), which does not
+    spoil the recording.
+    """
+
+    def __init__(self, beside_threads: bool = False) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._error_mode = "thread_local" if beside_threads else "global"
 
     def __call__(self, work: Callable[[], Tensor]) -> Graph:
         """See ``Capture``."""
@@ -63,7 +68,7 @@ class CudaCapture:
                 work()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=self._error_mode):
             result = work()
         return _CudaGraph(graph, result)
 
