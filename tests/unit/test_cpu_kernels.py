@@ -24,18 +24,20 @@ AVX512 = "avx2 fma avx512f avx512bw avx512vl avx512dq"
 
 
 @pytest.mark.parametrize(
-    ("machine", "found", "names"),
+    ("machine", "cpu", "found", "names"),
     [
-        ("x86_64", f"{AVX512} avx512bf16 amx-tile amx-bf16", ["amx_bf16", "avx512_bf16", "avx512", "avx2"]),
-        ("x86_64", f"{AVX512} avx512bf16", ["avx512_bf16", "avx512", "avx2"]),
-        ("x86_64", AVX512, ["avx512", "avx2"]),
-        ("x86_64", "avx2 fma", ["avx2"]),
-        ("x86_64", "sse4.2", []),
-        ("aarch64", "neon", ["neon"]),
+        ("x86_64", "sapphirerapids", f"{AVX512} avx512bf16 amx-tile amx-bf16",
+         ["amx_bf16", "avx512_bf16_fma", "avx512_bf16", "avx512", "avx2"]),
+        ("x86_64", "emeraldrapids", f"{AVX512} avx512bf16", ["avx512_bf16_fma", "avx512_bf16", "avx512", "avx2"]),
+        ("x86_64", "znver5", f"{AVX512} avx512bf16", ["avx512_bf16", "avx512_bf16_fma", "avx512", "avx2"]),
+        ("x86_64", "skylake-avx512", AVX512, ["avx512", "avx2"]),
+        ("x86_64", "haswell", "avx2 fma", ["avx2"]),
+        ("x86_64", "nehalem", "sse4.2", []),
+        ("aarch64", "neoverse-n1", "neon", ["neon"]),
     ],
-)
-def test_instruction_sets_come_fastest_first(machine: str, found: str, names: list[str]) -> None:
-    assert [i.name for i in isa.candidates(features(found), machine)] == names
+)  # fmt: skip
+def test_instruction_sets_come_fastest_first(machine: str, cpu: str, found: str, names: list[str]) -> None:
+    assert [i.name for i in isa.candidates(features(found), machine, cpu)] == names
 
 
 def test_panels_hold_pairs_of_inputs_for_sixteen_columns() -> None:

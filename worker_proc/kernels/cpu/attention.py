@@ -4,7 +4,7 @@ The rows of an item are its tokens times the G query heads of one kv head (group
 they share K and V). The context is taken in segments of 128 tokens **by absolute position**:
 
     scores = q @ K        tiles over column blocks of 16 tokens
-    p      = softmax      bf16, with the segment's own maximum and sum
+    p      = softmax      activations, with the segment's own maximum and sum
     o      = p @ V        tiles over blocks of 16 tokens
     join the segment's (maximum, sum, o) to the row's running one, in position order
 
@@ -46,7 +46,6 @@ from worker_proc.kernels.cpu.team import next_item
 from worker_proc.kernels.cpu.tiles import PAIR_BYTES, STEP_BYTES, V_COLUMN_BYTES
 
 SCORE_ROW = SEGMENT_TOKENS * 4
-P_ROW = SEGMENT_TOKENS * 2
 
 
 @jit
@@ -66,7 +65,7 @@ def copy_rows(source: int, target: int, count: int) -> None:
 @jit
 def gather_queries(tokens: Any, count: int, head: int, group: int, model: Any, step: Any, q: int) -> None:
     """Queries of the item's tokens for one kv head, rows next to each other."""
-    width = group * model.head_pad * 2
+    width = group * model.head_pad * model.activation_bytes
     for t in range(count):
         copy_rows(step.q + tokens[t] * step.q_stride + head * width, q + t * width, width // 64)
 
@@ -98,12 +97,14 @@ def make_segment(kernels: KernelSet) -> Any:
     """``segment(...)``: one segment for an item's rows; leaves (state, o) in scratch."""
     qk_rows, weigh_rows, prefetch_lines = kernels.qk_rows, kernels.weigh_rows, kernels.prefetch_lines
     score_peak, score_powers = kernels.score_peak, kernels.score_powers
+    activation_bytes = kernels.isa.activation_bytes
+    p_row = SEGMENT_TOKENS * activation_bytes
 
     @kernels.jit
     def score(
         rows: int, count: int, head_pad: int, head_bytes: int, q: int, blocks: Any, scores: int, fresh: bool
     ) -> None:
-        ldq = head_pad * 2
+        ldq = head_pad * activation_bytes
         for b in range(0, count, 2):
             k0 = blocks[0, b]
             k1 = blocks[0, b + 1] if b + 1 < count else k0  # an odd last block fills a masked column
@@ -126,7 +127,7 @@ def make_segment(kernels: KernelSet) -> Any:
             while r < rows:
                 out = o + r * head_pad * 4 + pair * 128
                 offset = pair * 2 * V_COLUMN_BYTES
-                r += weigh_rows(rows - r, p + r * P_ROW, P_ROW, addresses, count, offset, out, head_pad * 4)
+                r += weigh_rows(rows - r, p + r * p_row, p_row, addresses, count, offset, out, head_pad * 4)
 
     @kernels.jit
     def segment(
@@ -152,7 +153,7 @@ def make_segment(kernels: KernelSet) -> Any:
                 score_peak(own.scores + r * SCORE_ROW, num_blocks, lo, hi, own.state + r * 8)
         for r in range(count * group):
             score_powers(
-                own.scores + r * SCORE_ROW, num_blocks, model.score_scale, own.p + r * P_ROW, own.state + r * 8
+                own.scores + r * SCORE_ROW, num_blocks, model.score_scale, own.p + r * p_row, own.state + r * 8
             )
         weigh(count * group, num_blocks, model.head_pad, own.p, blocks, own.o)
 
@@ -188,7 +189,9 @@ def _make_whole(kernels: KernelSet, segment: Any) -> Any:
         for t in range(count):
             for g in range(group):
                 r = t * group + g
-                out = step.att + tokens[t] * step.q_stride + (head * group + g) * model.head_pad * 2
+                out = (
+                    step.att + tokens[t] * step.q_stride + (head * group + g) * model.head_pad * model.activation_bytes
+                )
                 finish_row(own.state_run + r * 8, own.o_run + r * model.head_pad * 4, vectors, out)
 
     return whole
@@ -239,7 +242,7 @@ def _make_join(kernels: KernelSet) -> Any:
         for number in range(first, num_segments(position + 1)):
             part = partial_address(base + number, head, g, model, step)
             merge_row(own.state_run, own.o_run, part, part + STATE_FLOATS * 4, vectors)
-        out = step.att + token * step.q_stride + (head * group + g) * model.head_pad * 2
+        out = step.att + token * step.q_stride + (head * group + g) * model.head_pad * model.activation_bytes
         finish_row(own.state_run, own.o_run, vectors, out)
 
     @kernels.jit

@@ -5,7 +5,7 @@ bias when its address is not 0, and writes one output row each:
 
     store     float32, 32 columns
     add       float32, 32 columns, added to what is there (the residual stream)
-    silu      bf16, 16 columns: silu(g) * u; the panel's first block holds gate, the second up columns
+    silu      activations, 16 columns: silu(g) * u; the panel's first block holds gate, the second up columns
     gelu      as silu, with the tanh form of GELU
 """
 
@@ -57,7 +57,7 @@ def make_epilogue(isa: Isa, mode: str) -> Any:
                 target = b.add(out, b.mul(loop.index, ldo))
                 v = [b.fadd(e.load(e.at(row, 64 * j), V16F), b.load(biases[j])) for j in range(2)]
                 if mode in ("silu", "gelu"):
-                    e.store(e.to_bf16(_gate(e, mode, v[0], v[1])), target, align=2)
+                    e.store_activations(_gate(e, mode, v[0], v[1]), target, e.i64(0))
                 else:
                     for j in range(2):
                         place = e.at(target, 64 * j)
@@ -115,7 +115,7 @@ def make_score_peak(isa: Isa) -> Any:
 def make_score_powers(isa: Isa) -> Any:
     """``score_powers(scores, num_vectors, scale, p, state)``: second pass, after :func:`make_score_peak`.
 
-    Writes bf16 2**((score - peak) * scale) to ``p``, exactly 0 where masked, and (peak * scale, sum) to
+    Writes 2**((score - peak) * scale) to ``p`` (activations), exactly 0 where masked, and (peak * scale, sum) to
     ``state``. ``scale`` is positive and includes log2(e). A masked vector more or less changes no bit: it
     adds exact zeros. The passes are apart so that rows overlap in the processor: a row's peak, its
     powers and its sum wait for each other, different rows do not. (One function took twice as long.)
@@ -139,7 +139,7 @@ def make_score_powers(isa: Isa) -> Any:
                 if not isa.splits_powers:  # whose exp2 does not reach 0
                     power = b.select(b.fcmp_ordered(">", score, e.vec(MASKED)), power, e.zero())
                 b.store(b.fadd(b.load(total), power), total)
-                e.store(e.to_bf16(power), e.at(p, loop.index, 32), align=2)
+                e.store_activations(power, p, loop.index)
             e.store(ordered_sum(e, b.load(total)), e.at(state, 4))
             return ctx.get_dummy_value()
 
@@ -191,7 +191,7 @@ def make_merge_row(isa: Isa) -> Any:
 
 
 def make_finish_row(isa: Isa) -> Any:
-    """``finish_row(state, o, num_vectors, out)``: divide by the sum, round to bf16."""
+    """``finish_row(state, o, num_vectors, out)``: divide by the sum, store as activations."""
 
     @intrinsic
     def finish_row(tc: Any, state: Any, o: Any, num: Any, out: Any) -> Any:
@@ -201,8 +201,7 @@ def make_finish_row(isa: Isa) -> Any:
             total = e.load(e.at(state, 4), F32)
             inverse = e.splat(b.fdiv(ir.Constant(F32, 1.0), total))
             with cgutils.for_range(b, num, intp=I64) as loop:
-                v = b.fmul(e.load(e.at(o, loop.index, 64), V16F), inverse)
-                e.store(e.to_bf16(v), e.at(out, loop.index, 32), align=2)
+                e.store_activations(b.fmul(e.load(e.at(o, loop.index, 64), V16F), inverse), out, loop.index)
             return ctx.get_dummy_value()
 
         return types.void(*(types.int64,) * 4), emit

@@ -24,9 +24,9 @@ ACTIVATION_BYTES = 1 << 20
 """Activations of a row block: half of a 2 MiB second-level cache."""
 
 
-def row_block(inner: int) -> int:
+def row_block(inner: int, activation_bytes: int) -> int:
     """Rows of a block for ``inner`` inputs: a multiple of 32 between 32 and 512."""
-    return max(32, min(512, ACTIVATION_BYTES // (2 * inner) // 32 * 32))
+    return max(32, min(512, ACTIVATION_BYTES // (activation_bytes * inner) // 32 * 32))
 
 
 def make_linear(kernels: KernelSet) -> Any:
@@ -35,6 +35,7 @@ def make_linear(kernels: KernelSet) -> Any:
     ``mode``: an index into ``epilogue.MODES``; ``sums``: this thread's scratch; strides in bytes.
     """
     dot_rows, dot_rows_first = kernels.dot_rows, kernels.dot_rows_first
+    gated_out = 16 * kernels.isa.activation_bytes
     store, add, silu, gelu = (kernels.epilogues[name] for name in MODES)
 
     @kernels.jit
@@ -61,9 +62,7 @@ def make_linear(kernels: KernelSet) -> Any:
                 if left > done:
                     lines = STEP_LINES // ((left - 1) // done)
             else:
-                done = dot_rows(
-                    left, at, ldx, w, w + STEP_BYTES, steps, W_STEP, sums, SCRATCH_ROW_BYTES, ahead, lines
-                )
+                done = dot_rows(left, at, ldx, w, w + STEP_BYTES, steps, W_STEP, sums, SCRATCH_ROW_BYTES, ahead, lines)
                 ahead += steps * lines * 64
             finish(mode, sums, min(done, left), bias, out + row * ldo, ldo)
             row += done
@@ -74,7 +73,7 @@ def make_linear(kernels: KernelSet) -> Any:
         num_panels: int, steps: int, out: int, ldo: int, sums: int,
     ) -> None:  # fmt: skip
         num_blocks = (num_rows + block - 1) // block
-        panel_out = 32 if mode >= SILU else 128  # 16 bf16 or 32 float32
+        panel_out = gated_out if mode >= SILU else 128  # 16 activations or 32 float32
         victim = 0
         while True:
             item, victim = next_item(counters, tid, nt, num_panels * num_blocks, victim)

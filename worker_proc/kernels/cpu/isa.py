@@ -3,6 +3,11 @@
 The kernels are written once over 16-lane float32 vectors; LLVM splits them where registers are
 narrower (two on AVX2, four on NEON). What differs between machines is only how a dot product of
 bf16 pairs is made, and how many rows a register tile holds; an :class:`Isa` says both.
+
+Which is faster, ``vdpbf16ps`` or widening to float32, is a matter of the core, not of the feature: AMD's cores
+begin one ``vdpbf16ps`` of 512 bits each cycle, twice the multiply-adds of their FMA units; Intel's begin one
+every second cycle, half of what their two FMA units do (Emerald Rapids, per core: 86 against 174 GFLOP/s).
+The choice goes by the core's name, not by a measurement: a worker that is started again must add in the same order.
 """
 
 from __future__ import annotations
@@ -23,7 +28,8 @@ class Isa:
 
     name: str
     dot: str
-    """How bf16 pairs are multiplied: ``amx`` (tiles), ``vdpbf16ps``, or ``fma`` (widen to float32)."""
+    """How bf16 weights are multiplied: ``amx`` (tiles) and ``vdpbf16ps`` with bf16 activations, ``fma`` (weights are
+    widened) with float32 ones."""
     row_tiles: tuple[int, ...]
     """Rows of the register tiles, descending, the last 1. With AMX: (32, 16), the last padded."""
     native_bf16_store: bool
@@ -33,6 +39,12 @@ class Isa:
     reciprocals."""
 
     @property
+    def activation_bytes(self) -> int:
+        """Bytes of an element of the rows that tiles multiply. float32 ones need no widening for each panel that
+        they meet, and lose nothing to rounding."""
+        return 4 if self.dot == "fma" else 2
+
+    @property
     def max_rows(self) -> int:
         """Most rows a tile kernel computes at once."""
         return self.row_tiles[0]
@@ -40,15 +52,17 @@ class Isa:
 
 AMX = Isa("amx_bf16", "amx", (32, 16), True, True)
 AVX512_BF16 = Isa("avx512_bf16", "vdpbf16ps", (12, 8, 4, 3, 2, 1), True, True)
-AVX512 = Isa("avx512", "fma", (8, 4, 3, 2, 1), False, True)
+AVX512_BF16_FMA = Isa("avx512_bf16_fma", "fma", (12, 8, 4, 3, 2, 1), True, True)
+"""bf16 is stored by the machine's instruction and multiplied as float32."""
+AVX512 = Isa("avx512", "fma", (12, 8, 4, 3, 2, 1), False, True)
 AVX2 = Isa("avx2", "fma", (2, 1), False, False)
 NEON = Isa("neon", "fma", (3, 2, 1), False, False)
 
-ALL = (AMX, AVX512_BF16, AVX512, AVX2, NEON)
+ALL = (AMX, AVX512_BF16, AVX512_BF16_FMA, AVX512, AVX2, NEON)
 
 
-def candidates(features: Mapping[str, bool], machine: str) -> list[Isa]:
-    """The sets a CPU with these LLVM feature names can run, fastest first."""
+def candidates(features: Mapping[str, bool], machine: str, cpu: str) -> list[Isa]:
+    """The sets a CPU with these LLVM feature names can run, fastest first; ``cpu`` is LLVM's name of its core."""
 
     def has(*names: str) -> bool:
         return all(features.get(name, False) for name in names)
@@ -60,7 +74,7 @@ def candidates(features: Mapping[str, bool], machine: str) -> list[Isa]:
     if avx512 and has("avx512bf16", "amx-tile", "amx-bf16"):
         found.append(AMX)
     if avx512 and has("avx512bf16"):
-        found.append(AVX512_BF16)
+        found += [AVX512_BF16, AVX512_BF16_FMA] if cpu.startswith("znver") else [AVX512_BF16_FMA, AVX512_BF16]
     if avx512:
         found.append(AVX512)
     if has("avx2", "fma"):
@@ -89,7 +103,7 @@ def detect(allowed: tuple[str, ...] = ()) -> Isa | str:
 
     if platform.system() != "Linux":
         return f"the CPU fast path needs Linux (futex); this is {platform.system()}"
-    found = candidates(binding.get_host_cpu_features(), platform.machine())
+    found = candidates(binding.get_host_cpu_features(), platform.machine(), binding.get_host_cpu_name())
     if allowed:
         found = [isa for isa in found if isa.name in allowed]
     for isa in found:

@@ -80,9 +80,12 @@ class KernelSet:
     merge_row: Kernel
     finish_row: Kernel
     sum_squares: Kernel
-    scale_to_bf16: Kernel
+    scale_row: Kernel
     scale_add: Kernel
-    rotate_to_bf16: Kernel
+    rotate_query: Kernel
+    """To activations."""
+    rotate_key: Kernel
+    """To bf16, the form of pages."""
     store_value: Kernel
     prefetch_lines: Kernel
     configure_tiles: Kernel | None
@@ -171,6 +174,7 @@ def build(isa: Isa) -> KernelSet:
     """Generate the kernels; nothing is compiled before its first call."""
     dot_rows, dot_rows_first, qk_rows, weigh_rows = _tile_functions(isa)
     machine = platform.machine()
+    rotate_key = rows.make_rotate(isa, 2)
     return KernelSet(
         isa=isa,
         jit=jit_as(isa.name),
@@ -184,9 +188,10 @@ def build(isa: Isa) -> KernelSet:
         merge_row=epilogue.make_merge_row(isa),
         finish_row=epilogue.make_finish_row(isa),
         sum_squares=rows.make_sum_squares(isa),
-        scale_to_bf16=rows.make_scale_to_bf16(isa),
+        scale_row=rows.make_scale_row(isa),
         scale_add=rows.make_scale_add(isa),
-        rotate_to_bf16=rows.make_rotate_to_bf16(isa),
+        rotate_query=rotate_key if isa.activation_bytes == 2 else rows.make_rotate(isa, 4),
+        rotate_key=rotate_key,
         store_value=rows.make_store_value(isa),
         prefetch_lines=rows.make_prefetch_lines(isa),
         configure_tiles=tiles.make_tile_configure() if isa.dot == "amx" else None,

@@ -61,6 +61,7 @@ MODEL = np.dtype(
         ("inner_pad", _I),
         ("vocab", _I),
         ("vocab_pad", _I),
+        ("activation_bytes", _I),
         ("page_size", _I),
         ("page_bytes", _I),
         ("post_norms", _I),
@@ -147,7 +148,8 @@ STEP = np.dtype(
     ],
     align=True,
 )
-"""One record; strides in bytes. Inputs are int32; x, y, qkv, logits float32; xn, q, att, mlp bf16."""
+"""One record; strides in bytes. Inputs are int32; x, y, qkv, logits float32; xn, q, att, mlp activations:
+bf16 or float32 (``Isa.activation_bytes``)."""
 
 NUM_ITEMS, NUM_SPLIT_TOKENS = 0, 1
 """Where the counts of an attention plan are."""
@@ -157,13 +159,13 @@ WHOLE = -1
 """ITEM_SEGMENT of an item that covers its rows' whole context."""
 
 
-def _scratch_parts(head_pad: int) -> dict[str, int]:
+def _scratch_parts(head_pad: int, activation_bytes: int) -> dict[str, int]:
     """Bytes of each part of a thread's scratch."""
     return {
         "sums": ITEM_ROWS * 128,
-        "q": ITEM_ROWS * head_pad * 2,
+        "q": ITEM_ROWS * head_pad * activation_bytes,
         "scores": ITEM_ROWS * SEGMENT_TOKENS * 4,
-        "p": ITEM_ROWS * SEGMENT_TOKENS * 2,
+        "p": ITEM_ROWS * SEGMENT_TOKENS * activation_bytes,
         "o": ITEM_ROWS * head_pad * 4,
         "o_run": ITEM_ROWS * head_pad * 4,
         "state": ITEM_ROWS * 8,
@@ -173,21 +175,22 @@ def _scratch_parts(head_pad: int) -> dict[str, int]:
     }
 
 
-OWN = np.dtype([(name, _I) for name in _scratch_parts(32)], align=True)
-"""One record per thread: addresses of its scratch, about 45 KiB at head size 64 (it lives in L1)."""
+OWN = np.dtype([(name, _I) for name in _scratch_parts(32, 2)], align=True)
+"""One record per thread: addresses of its scratch, about 45 KiB at head size 64 with bf16 activations (it lives in
+L1), 61 KiB with float32 ones."""
 
 
-def scratch_bytes(head_pad: int) -> int:
+def scratch_bytes(head_pad: int, activation_bytes: int) -> int:
     """Bytes of one thread's scratch, whole pages so that threads share no cache line."""
-    return -(-sum(-(-size // 64) * 64 for size in _scratch_parts(head_pad).values()) // 4096) * 4096
+    return -(-sum(-(-size // 64) * 64 for size in _scratch_parts(head_pad, activation_bytes).values()) // 4096) * 4096
 
 
-def scratch_records(address: int, num_threads: int, head_pad: int) -> NDArray[np.void]:
-    """[num_threads] records of :data:`OWN` over a buffer of ``num_threads * scratch_bytes`` bytes."""
+def scratch_records(address: int, num_threads: int, head_pad: int, activation_bytes: int) -> NDArray[np.void]:
+    """[num_threads] records of :data:`OWN` over a buffer of ``num_threads * scratch_bytes(...)`` bytes."""
     records = np.zeros(num_threads, OWN)
     for tid in range(num_threads):
-        at = address + tid * scratch_bytes(head_pad)
-        for name, size in _scratch_parts(head_pad).items():
+        at = address + tid * scratch_bytes(head_pad, activation_bytes)
+        for name, size in _scratch_parts(head_pad, activation_bytes).items():
             records[tid][name] = at
             at += -(-size // 64) * 64
     return records

@@ -143,6 +143,7 @@ class ModelImage:
             m[name] = getattr(d, name)
         for name in ("hidden_pad", "head_pad", "inner_pad", "vocab_pad", "page_bytes"):
             m[name] = getattr(self, name)
+        m["activation_bytes"] = isa.activation_bytes
         m["num_layers"], m["page_size"], m["gelu"] = d.num_layers, page_size, int(d.gelu)
         m["post_norms"] = int(d.post_norms)
         m["head_eps"], m["score_scale"] = d.norm_eps, d.score_scale / math.log(2)

@@ -46,24 +46,24 @@ def _scaled(e: VectorEmitter, x: Any, factor: Any, w: Any, index: Any) -> Any:
     return e.b.fmul(e.b.fmul(e.load(place, V16F), factor), e.load(e.at(w, index, 64), V16F))
 
 
-def make_scale_to_bf16(isa: Isa) -> Any:
-    """``scale_to_bf16(x, factor, w, n, out)``: out[i] = bf16(x[i] * factor * w[i])."""
+def make_scale_row(isa: Isa) -> Any:
+    """``scale_row(x, factor, w, n, out)``: out[i] = x[i] * factor * w[i], as activations."""
 
     @intrinsic
-    def scale_to_bf16(tc: Any, x: Any, factor: Any, w: Any, n: Any, out: Any) -> Any:
+    def scale_row(tc: Any, x: Any, factor: Any, w: Any, n: Any, out: Any) -> Any:
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
             x, factor, w, n, out = args
             e = VectorEmitter(b, isa)
             factors = e.splat(factor)
             with cgutils.for_range(b, b.lshr(n, e.i64(4)), intp=I64) as loop:
                 value = _scaled(e, x, factors, w, loop.index)
-                e.store(e.to_bf16(value), e.at(out, loop.index, 32), align=2)
+                e.store_activations(value, out, loop.index)
             return ctx.get_dummy_value()
 
         i = types.int64
         return types.void(i, types.float32, i, i, i), emit
 
-    return scale_to_bf16
+    return scale_row
 
 
 def make_scale_add(isa: Isa) -> Any:
@@ -89,15 +89,15 @@ def make_scale_add(isa: Isa) -> Any:
     return scale_add
 
 
-def make_rotate_to_bf16(isa: Isa) -> Any:
-    """``rotate_to_bf16(x, table, half, out)``: rotary embedding of one head, rounded to bf16.
+def make_rotate(isa: Isa, element_bytes: int) -> Any:
+    """``rotate(x, table, half, out)``: rotary embedding of one head; out is bf16 or, of 4 bytes, float32.
 
     A head's two halves are padded apart (``half`` floats each, a multiple of 16), so that the pairs
     (i, half + i) are whole vectors. ``table``: ``half`` cosines, then ``half`` sines.
     """
 
     @intrinsic
-    def rotate_to_bf16(tc: Any, x: Any, table: Any, half: Any, out: Any) -> Any:
+    def rotate(tc: Any, x: Any, table: Any, half: Any, out: Any) -> Any:
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
             x, table, half, out = args
             e = VectorEmitter(b, isa)
@@ -106,16 +106,18 @@ def make_rotate_to_bf16(isa: Isa) -> Any:
                 at = b.mul(loop.index, e.i64(64))
                 first, other = (e.load(b.add(base, at), V16F) for base in (x, b.add(x, second)))
                 cos, sin = (e.load(b.add(base, at), V16F) for base in (table, b.add(table, second)))
-                turned = b.fsub(b.fmul(first, cos), b.fmul(other, sin))
-                target = e.at(out, loop.index, 32)
-                e.store(e.to_bf16(turned), target, align=2)
-                turned = b.fadd(b.fmul(other, cos), b.fmul(first, sin))
-                e.store(e.to_bf16(turned), b.add(target, b.mul(half, e.i64(2))), align=2)
+                turned = (
+                    b.fsub(b.fmul(first, cos), b.fmul(other, sin)),
+                    b.fadd(b.fmul(other, cos), b.fmul(first, sin)),
+                )
+                target = e.at(out, loop.index, 16 * element_bytes)
+                for value, place in zip(turned, (target, e.at(target, half, element_bytes)), strict=True):
+                    e.store(e.to_bf16(value) if element_bytes == 2 else value, place, align=2)
             return ctx.get_dummy_value()
 
         return types.void(*(types.int64,) * 4), emit
 
-    return rotate_to_bf16
+    return rotate
 
 
 def make_store_value(isa: Isa) -> Any:

@@ -49,7 +49,7 @@ def embed_row_of_head(head: int, token: int, hidden_pad: int, scale: Any, out: i
 
 def make_norms(kernels: KernelSet) -> tuple[Any, Any]:
     """(norm_row, add_normed_row)."""
-    sum_squares, scale_to_bf16, scale_add = kernels.sum_squares, kernels.scale_to_bf16, kernels.scale_add
+    sum_squares, scale_row, scale_add = kernels.sum_squares, kernels.scale_row, kernels.scale_add
 
     @kernels.jit
     def rms_factor(x: int, width: int, pad: int, eps: Any) -> Any:
@@ -58,8 +58,8 @@ def make_norms(kernels: KernelSet) -> tuple[Any, Any]:
 
     @kernels.jit
     def norm_row(x: int, w: int, width: int, pad: int, eps: Any, out: int) -> None:
-        """out (bf16) = x / rms(x) * w."""
-        scale_to_bf16(x, rms_factor(x, width, pad, eps), w, pad, out)
+        """out (activations) = x / rms(x) * w."""
+        scale_row(x, rms_factor(x, width, pad, eps), w, pad, out)
 
     @kernels.jit
     def normed_row(x: int, w: int, width: int, pad: int, eps: Any, out: int, add: int) -> None:
@@ -107,15 +107,15 @@ def token_block(token: int, model: Any, layer: Any, step: Any) -> Any:
 
 
 def make_rope(kernels: KernelSet, normed_row: Any) -> Any:
-    """``rope(tid, nt, counters, model, layer, step, own)``: q to bf16, K and V to pages, for all tokens."""
+    """``rope(tid, nt, counters, model, layer, step, own)``: q to activations, K and V to pages, for all tokens."""
 
-    rotate_to_bf16, store_value, prefetch_lines = kernels.rotate_to_bf16, kernels.store_value, kernels.prefetch_lines
+    rotate_query, rotate_key = kernels.rotate_query, kernels.rotate_key
+    store_value, prefetch_lines = kernels.store_value, kernels.prefetch_lines
 
     @kernels.jit
-    def prepare(x: int, norm: int, table: int, model: Any, out: int) -> None:
+    def norm_head(x: int, norm: int, model: Any) -> None:
         if norm != 0:
             normed_row(x, norm, model.head_dim, model.head_pad, model.norm_eps, x, 0)
-        rotate_to_bf16(x, table, model.head_pad // 2, out)
 
     @kernels.jit
     def prefetch_blocks(token: int, model: Any, layer: Any, step: Any) -> None:
@@ -133,7 +133,8 @@ def make_rope(kernels: KernelSet, normed_row: Any) -> Any:
         for head in range(model.num_kv_heads):
             x = qkv + (model.num_heads + head) * model.head_pad * 4
             at = block + head * (model.page_size // BLOCK_TOKENS) * model.head_pad * 32
-            prepare(x, layer.k_norm, table, model, key)
+            norm_head(x, layer.k_norm, model)
+            rotate_key(x, table, model.head_pad // 2, key)
             write_key(key, at, slot, model.head_pad)
             v_block = at + model.page_bytes // 2
             value = x + model.num_kv_heads * model.head_pad * 4
@@ -148,11 +149,12 @@ def make_rope(kernels: KernelSet, normed_row: Any) -> Any:
         starts = carray(i32_pointer(step.query_start), (step.num_seqs + 1,))
         slot = position % BLOCK_TOKENS
         block = token_block(token, model, layer, step)
-        qkv = step.qkv + token * step.qkv_stride
+        qkv, q = step.qkv + token * step.qkv_stride, step.q + token * step.q_stride
         table = layer.rope + position * model.head_pad * 4
         for head in range(model.num_heads):
             at = head * model.head_pad
-            prepare(qkv + at * 4, layer.q_norm, table, model, step.q + token * step.q_stride + at * 2)
+            norm_head(qkv + at * 4, layer.q_norm, model)
+            rotate_query(qkv + at * 4, table, model.head_pad // 2, q + at * model.activation_bytes)
         # The last token of a chunk clears the rest of a block that this step began.
         last = token + 1 == starts[seq + 1]
         clear = last and token - position % BLOCK_TOKENS >= starts[seq]

@@ -1,8 +1,9 @@
 """Register tiles: the inner loops of every matrix product, in three machine dialects.
 
-One shape serves everything. A tile multiplies M rows of bf16 activations (row stride ``ldx``
-bytes) by two *column blocks* and leaves M x 32 float32 sums in a scratch buffer that stays in the
-first-level cache; an epilogue (``epilogue.py``) or the softmax takes them from there.
+One shape serves everything. A tile multiplies M rows of activations (row stride ``ldx`` bytes; float32 in
+the fma dialect, bf16 in the others) by two *column blocks* of bf16 and leaves M x 32 float32 sums in a
+scratch buffer that stays in the first-level cache; an epilogue (``epilogue.py``) or the softmax takes
+them from there.
 
 A column block holds 16 columns, pairs of input rows interleaved: ``[K / 2][16][2]`` bf16. That is
 what ``vdpbf16ps`` eats (one register = 16 columns x one pair) and also what an AMX B tile wants
@@ -13,7 +14,8 @@ Arithmetic of the limits, per core and cycle (Sapphire Rapids class)
                 for 4 tile loads (32 cycles), so loads hide behind products.
     vdpbf16ps:  32 multiply-adds an instruction. 12 rows x 2 columns vectors: 24 products for 2
                 weight loads and 12 broadcasts; 24 accumulators fit into 32 registers.
-    fma:        16 multiply-adds after widening a pair by shift and mask.
+    fma:        16 multiply-adds an instruction, two instructions a cycle. Widening the weights, a shift and a
+                mask, takes the same units: 4 for the 48 products of 12 rows and a pair.
 
 Order of summation: ``vdpbf16ps`` and ``fma`` add pair after pair. AMX sums the even and the odd
 elements of 32 inputs apart, then adds both to the accumulator. Each is the same for every row and
@@ -38,7 +40,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from worker_proc.kernels.cpu.isa import Isa
-from worker_proc.kernels.cpu.vector_ir import I8, I32, I64, PTR, V16F, V16I, VOID, VectorEmitter
+from worker_proc.kernels.cpu.vector_ir import F32, I8, I32, I64, PTR, V16F, V16I, VOID, VectorEmitter
 
 PAIR_BYTES = 64
 """One pair of inputs of a column block."""
@@ -48,8 +50,11 @@ STEP_BYTES = PAIR_BYTES * STEP_PAIRS
 V_BLOCK_PAIRS = 8
 """Pairs in a column block of V: 16 tokens."""
 V_COLUMN_BYTES = PAIR_BYTES * V_BLOCK_PAIRS
-PREFETCH_BYTES = 2048
-"""How far weights are prefetched: one step of both column blocks; measured best of 0..32 KiB."""
+PREFETCH_BYTES = 4096
+"""How far vector tiles prefetch weights: two steps of both column blocks; best of 1..32 KiB at 4 to 12 rows
+(8 rows: 6 % less time than with 2 KiB), and no worse at one."""
+AMX_PREFETCH_BYTES = 2048
+"""The same for AMX, one step: best of 0..32 KiB."""
 
 _ints = (types.int64,) * 10
 
@@ -66,12 +71,19 @@ def _accumulators(e: VectorEmitter, rows: int) -> list[list[Any]]:
 
 
 def _multiply_pair(e: VectorEmitter, accs: list[list[Any]], x_rows: list[Any], w: list[Any]) -> None:
-    """One pair of inputs: load the weights once, broadcast each row's pair."""
+    """One pair of inputs: load the weights once, broadcast each row's pair, or its elements in turn."""
     weights = [e.load(address, V16I) for address in w]
-    for acc_row, x in zip(accs, x_rows, strict=True):
-        pair = e.splat(e.load(x, I32), V16I)
-        for acc, weight in zip(acc_row, weights, strict=True):
-            e.b.store(e.dot_pairs(e.b.load(acc), pair, weight), acc)
+    if e.isa.dot == "vdpbf16ps":
+        for acc_row, x in zip(accs, x_rows, strict=True):
+            pair = e.splat(e.load(x, I32), V16I)
+            for acc, weight in zip(acc_row, weights, strict=True):
+                e.b.store(e.dot_bf16(e.b.load(acc), pair, weight), acc)
+        return
+    for element, halves in enumerate(zip(*(e.widen_pairs(weight) for weight in weights), strict=True)):
+        for acc_row, x in zip(accs, x_rows, strict=True):
+            value = e.splat(e.load(e.at(x, 4 * element), F32))
+            for acc, half in zip(acc_row, halves, strict=True):
+                e.b.store(e.fma(value, half, e.b.load(acc)), acc)
 
 
 def _spill(e: VectorEmitter, accs: list[list[Any]], out: Any, ldo: Any) -> None:
@@ -113,7 +125,7 @@ def make_vector_dot(isa: Isa, rows: int, prefetch: bool) -> Any:
                     if prefetch:
                         for address in here:
                             e.prefetch(e.at(address, PREFETCH_BYTES))
-                    _multiply_pair(e, accs, [e.at(s, pair, 4) for s in starts], here)
+                    _multiply_pair(e, accs, [e.at(s, pair, 2 * isa.activation_bytes) for s in starts], here)
             _spill(e, accs, out, ldo)
             return ctx.get_dummy_value()
 
@@ -138,7 +150,7 @@ def make_vector_weigh(isa: Isa, rows: int) -> Any:
                     pair = b.add(b.mul(outer.index, e.i64(V_BLOCK_PAIRS)), inner.index)
                     here = e.at(base, inner.index, PAIR_BYTES)
                     w = [here, e.at(here, V_COLUMN_BYTES)]
-                    _multiply_pair(e, accs, [e.at(s, pair, 4) for s in starts], w)
+                    _multiply_pair(e, accs, [e.at(s, pair, 2 * isa.activation_bytes) for s in starts], w)
             _spill(e, accs, out, ldo)
             return ctx.get_dummy_value()
 
@@ -230,7 +242,7 @@ def make_amx_dot(isa: Isa, rows: int, prefetch: bool, attention: bool = False) -
                 if prefetch:
                     for address in here:
                         for line in range(STEP_PAIRS):
-                            e.prefetch(e.at(address, PREFETCH_BYTES + line * 64))
+                            e.prefetch(e.at(address, AMX_PREFETCH_BYTES + line * 64))
                 elif not attention:
                     _look_ahead(e, ahead, lines, loop.index)
                 amx.multiply(row_tiles, e.at(x, loop.index, 64), ldx, here)

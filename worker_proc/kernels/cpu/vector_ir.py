@@ -193,16 +193,22 @@ class VectorEmitter:
         nan = self.b.fcmp_unordered("uno", x, x)
         return self.b.trunc(self.b.select(nan, self.ivec(0x7FC0), rounded), V16H)
 
-    def dot_pairs(self, acc: Any, x_pair: Any, w_pairs: Any) -> Any:
-        """acc[j] += x[0] * w[j, 0] + x[1] * w[j, 1] for 16 columns j.
+    def store_activations(self, x: Any, row: Any, index: Any) -> None:
+        """Store the 16 lanes as elements ``16 * index`` on of a row that a tile will multiply."""
+        if self.isa.activation_bytes == 4:
+            self.store(x, self.at(row, index, 64))
+        else:
+            self.store(self.to_bf16(x), self.at(row, index, 32), align=2)
+
+    def dot_bf16(self, acc: Any, x_pair: Any, w_pairs: Any) -> Any:
+        """acc[j] += x[0] * w[j, 0] + x[1] * w[j, 1] for 16 columns j, in one ``vdpbf16ps``.
 
         ``x_pair``: the pair's 32 bits in every lane; ``w_pairs``: one pair of bf16 per lane, int32.
         """
-        if self.isa.dot == "vdpbf16ps":
-            args = [self.b.bitcast(v, V32B) for v in (x_pair, w_pairs)]
-            return self.call("llvm.x86.avx512bf16.dpbf16ps.512", V16F, acc, *args)
-        high = self.ivec(-65536)
-        for part in (lambda v: self.b.shl(v, self.ivec(16)), lambda v: self.b.and_(v, high)):
-            x, w = (self.b.bitcast(part(v), V16F) for v in (x_pair, w_pairs))
-            acc = self.fma(x, w, acc)
-        return acc
+        args = [self.b.bitcast(v, V32B) for v in (x_pair, w_pairs)]
+        return self.call("llvm.x86.avx512bf16.dpbf16ps.512", V16F, acc, *args)
+
+    def widen_pairs(self, w_pairs: Any) -> tuple[Any, Any]:
+        """The first and the second bf16 of each lane's pair (int32), as float32."""
+        first, second = self.b.shl(w_pairs, self.ivec(16)), self.b.and_(w_pairs, self.ivec(-65536))
+        return self.b.bitcast(first, V16F), self.b.bitcast(second, V16F)

@@ -39,21 +39,22 @@ class Workspace:
         self._buffers: dict[str, NDArray[np.uint8]] = {}
         self.logits = np.zeros((0, image.vocab_pad), np.float32)
         self._inputs: list[Any] = []
-        size = scratch_bytes(image.head_pad)
+        activation_bytes = int(image.models[0]["activation_bytes"])
+        size = scratch_bytes(image.head_pad, activation_bytes)
         self._scratch = huge_buffer(num_threads * size, "thread scratch")
-        self.owns = scratch_records(int(self._scratch.ctypes.data), num_threads, image.head_pad)
+        self.owns = scratch_records(int(self._scratch.ctypes.data), num_threads, image.head_pad, activation_bytes)
         d = image.shape
         step = self.steps[0]
         slot = d.num_heads * (STATE_FLOATS + image.head_pad) * 4
         step["partial_rows"] = max(64, PARTIAL_BYTES // slot)
         step["partials"] = self._buffer("partials", int(step["partial_rows"]) * slot)
-        step["row_block"] = row_block(max(image.hidden_pad, d.num_heads * image.head_pad))
-        step["inner_row_block"] = row_block(image.inner_pad)
+        step["row_block"] = row_block(max(image.hidden_pad, d.num_heads * image.head_pad), activation_bytes)
+        step["inner_row_block"] = row_block(image.inner_pad, activation_bytes)
         step["x_stride"] = row_bytes(image.hidden_pad, 4)
-        step["xn_stride"] = row_bytes(image.hidden_pad, 2)
+        step["xn_stride"] = row_bytes(image.hidden_pad, activation_bytes)
         step["qkv_stride"] = row_bytes((d.num_heads + 2 * d.num_kv_heads) * image.head_pad, 4)
-        step["q_stride"] = row_bytes(d.num_heads * image.head_pad, 2)
-        step["mlp_stride"] = row_bytes(image.inner_pad, 2)
+        step["q_stride"] = row_bytes(d.num_heads * image.head_pad, activation_bytes)
+        step["mlp_stride"] = row_bytes(image.inner_pad, activation_bytes)
 
     def _buffer(self, name: str, num_bytes: int) -> int:
         self._buffers[name] = huge_buffer(num_bytes, name)
