@@ -52,6 +52,29 @@ def cells_at(table_row, positions, live, PAGE: tl.constexpr):
 
 
 @triton.jit
+def scores_of(q, keys, entry, live, scaling, softcap, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr,
+              CAPPED: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """float32 [M, N]: queries ``q`` [M, BLOCK_K] against the keys at pool entries ``entry`` [N], scaled and capped."""
+    at_k = tl.arange(0, BLOCK_K)
+    k = tl.load(keys + entry[None, :] * KEY_DIM + at_k[:, None],
+                mask=live[None, :] & (at_k < KEY_DIM)[:, None], other=0.0).to(q.dtype)  # fmt: skip
+    scores = product(q, k, UPCAST) * scaling
+    if CAPPED:
+        scores = capped(scores, softcap)
+    return scores
+
+
+@triton.jit
+def add_values(acc, weights, rescale, values, entry, live, dtype: tl.constexpr, VALUE_DIM: tl.constexpr,
+               BLOCK_V: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """``acc`` [M, BLOCK_V] times ``rescale`` [M], plus ``weights`` [M, N] of the values at entries ``entry`` [N]."""
+    at_v = tl.arange(0, BLOCK_V)
+    v = tl.load(values + entry[:, None] * VALUE_DIM + at_v[None, :],
+                mask=live[:, None] & (at_v < VALUE_DIM)[None, :], other=0.0).to(dtype)  # fmt: skip
+    return acc * rescale[:, None] + product(weights.to(dtype), v, UPCAST)
+
+
+@triton.jit
 def to_fp8(x):
     """float32 to float8_e4m3fn: nearest even, clamped. Rounded before the conversion, which is then exact
     everywhere; the interpreter's own rounds wrongly."""

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_proc.attention.spec import AttentionArgs, LayerSpec
-from worker_proc.kernels.cuda.common import capped, cells_at, lower_bound, needs_upcast, padded, product
+from worker_proc.kernels.cuda.common import add_values, cells_at, lower_bound, needs_upcast, padded, scores_of
 
 MOST_SPLITS = 64
 LEAST_SPLIT = 128
@@ -48,18 +48,12 @@ def _attend_split(query, keys, values, rows, table, lens, partial, lse, stride_q
             positions = first + at_n
             live = (positions >= begin) & (positions < end)
             entry = cells_at(table + s * table_width, positions, live, PAGE) * NUM_KV + kv_head
-            k = tl.load(keys + entry[None, :] * KEY_DIM + at_k[:, None],
-                        mask=live[None, :] & (at_k < KEY_DIM)[:, None], other=0.0).to(q.dtype)  # fmt: skip
-            scores = product(q, k, UPCAST) * scaling
-            if CAPPED:
-                scores = capped(scores, softcap)
+            scores = scores_of(q, keys, entry, live, scaling, softcap, KEY_DIM, BLOCK_K, CAPPED, UPCAST)
             scores = tl.where(live[None, :], scores, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))  # finite: every block holds a live position
             weights = tl.exp(scores - new_peak[:, None])
             rescale = tl.exp(peak - new_peak)
-            v = tl.load(values + entry[:, None] * VALUE_DIM + at_v[None, :],
-                        mask=live[:, None] & (at_v < VALUE_DIM)[None, :], other=0.0).to(q.dtype)  # fmt: skip
-            acc = acc * rescale[:, None] + product(weights.to(q.dtype), v, UPCAST)
+            acc = add_values(acc, weights, rescale, values, entry, live, q.dtype, VALUE_DIM, BLOCK_V, UPCAST)
             total = total * rescale + tl.sum(weights, 1)
             peak = new_peak
         piece = (s * num_heads + head) * num_splits + split

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_proc.attention.spec import AttentionArgs, LayerSpec
-from worker_proc.kernels.cuda.common import capped, cells_at, lower_bound, needs_upcast, padded, product
+from worker_proc.kernels.cuda.common import add_values, cells_at, lower_bound, needs_upcast, padded, scores_of
 
 
 @triton.jit
@@ -44,11 +44,7 @@ def _extend(query, keys, values, block_sequence, block_first, query_start, table
         positions = first + at_n
         live = (positions >= begin) & (positions < end)
         entry = cells_at(table + s * table_width, positions, live, PAGE) * NUM_KV + kv_head
-        k = tl.load(keys + entry[None, :] * KEY_DIM + at_k[:, None],
-                    mask=live[None, :] & (at_k < KEY_DIM)[:, None], other=0.0).to(q.dtype)  # fmt: skip
-        scores = product(q, k, UPCAST) * scaling
-        if CAPPED:
-            scores = capped(scores, softcap)
+        scores = scores_of(q, keys, entry, live, scaling, softcap, KEY_DIM, BLOCK_K, CAPPED, UPCAST)
         seen = (positions[None, :] <= q_position[:, None]) & (positions[None, :] >= q_low[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
@@ -56,9 +52,7 @@ def _extend(query, keys, values, block_sequence, block_first, query_start, table
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weights = tl.exp(scores - base[:, None])
         rescale = tl.exp(peak - base)
-        v = tl.load(values + entry[:, None] * VALUE_DIM + at_v[None, :],
-                    mask=live[:, None] & (at_v < VALUE_DIM)[None, :], other=0.0).to(q.dtype)  # fmt: skip
-        acc = acc * rescale[:, None] + product(weights.to(q.dtype), v, UPCAST)
+        acc = add_values(acc, weights, rescale, values, entry, live, q.dtype, VALUE_DIM, BLOCK_V, UPCAST)
         total = total * rescale + tl.sum(weights, 1)
         peak = new_peak
     if SINKS:
