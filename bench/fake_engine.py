@@ -11,6 +11,7 @@ off the test drives each step itself (``step()``).
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -292,6 +293,7 @@ class FakeEngine:
             prompt_logprobs=prompt_logprobs,
             finish=finish,
             completion_tokens=end,
+            starts=_starts(pieces, offset) if generate.text.starts else b"",
         )
         running.begun = True
         running.sent = end
@@ -330,6 +332,12 @@ class FakeEngine:
                 return False
             self._backlog.popleft()
         return True
+
+
+def _starts(pieces: Sequence[str], offset: int) -> bytes:
+    """Where each piece begins."""
+    ends = list(itertools.accumulate(map(len, pieces), initial=offset))
+    return pack_i32(ends[:-1])
 
 
 def _logprob(piece: str, num_top: int, token_id: int) -> TokenLogprob:

@@ -74,6 +74,11 @@ class ByteLevelDecoder:
         """The beginning of a character waits for the rest."""
         return bool(self._tail)
 
+    @property
+    def held_len(self) -> int:
+        """Less than a character is held."""
+        return 0
+
     def pending(self) -> str:
         """A broken character is not text."""
         return ""

@@ -39,6 +39,11 @@ class IncrementalDecoder(Protocol):
         """Some of the ids' text is still held back."""
         ...
 
+    @property
+    def held_len(self) -> int:
+        """Whole characters among what is held back."""
+        ...
+
     def pending(self) -> str:
         """The text held back, if it is whole as it stands; empty when it is not."""
         ...
@@ -130,6 +135,11 @@ class WindowDecoder:
     def holding(self) -> bool:
         """Ids were taken in whose text is not certain."""
         return self._read < len(self._ids)
+
+    @property
+    def held_len(self) -> int:
+        """What a window's last characters will be is not known before."""
+        return 0
 
     def pending(self) -> str:
         """Text that ends in U+FFFD is not whole."""

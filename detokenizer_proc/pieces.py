@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import utf_8_decode
 from collections.abc import Callable
 from typing import Any
 
@@ -149,12 +150,23 @@ class PieceDecoder:
         """A run of byte tokens waits for its end."""
         return bool(self._run)
 
+    @property
+    def held_len(self) -> int:
+        """Characters of the run; its last bytes may begin another one."""
+        if not self._run:
+            return 0
+        text, _ = utf_8_decode(self._run, "replace", False)
+        return len(self._whole(text))
+
     def pending(self) -> str:
         """The run, if its bytes are whole characters."""
         try:
-            text = self._run.decode()
+            return self._whole(self._run.decode())
         except UnicodeDecodeError:
             return ""
+
+    def _whole(self, text: str) -> str:
+        """A run's characters as they come out; nothing is settled by it."""
         strip = self._strip
         lead = self._lead(self._table.after(text, self._first))
         self._strip = strip

@@ -25,6 +25,7 @@ class PendingRow:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
+    starts: bytearray = field(default_factory=bytearray)
 
     @classmethod
     def from_wire(cls, row: TextRow) -> PendingRow:
@@ -40,6 +41,7 @@ class PendingRow:
             list(row.logprobs),
             list(row.prompt_logprobs),
             row.finish,
+            bytearray(row.starts),
         )
 
     @property
@@ -61,4 +63,5 @@ class PendingRow:
             prompt_logprobs=self.prompt_logprobs,
             finish=self.finish,
             completion_tokens=self.index + len(self.ids) // 4,
+            starts=bytes(self.starts),
         )

@@ -33,7 +33,7 @@ class Stream:
 
     __slots__ = (
         "_decoder", "_entries", "_held", "_ids", "_is_plain", "_known_len", "_matcher", "_needs", "_sent_ids",
-        "_sent_len", "_vocabulary", "begin", "ended", "num_ids",
+        "_sent_len", "_starts", "_vocabulary", "_with_starts", "begin", "ended", "num_ids",
     )  # fmt: skip
 
     def __init__(self, begin: BeginOutput, vocabulary: Vocabulary) -> None:
@@ -57,6 +57,9 @@ class Stream:
         """... their log-probabilities where asked for, ..."""
         self._needs: list[int] = []
         """... and how much text must be sent before each is; fewer than ids while the decoder holds text."""
+        self._starts: list[int] = []
+        """Where in the text each of them begins, where asked for."""
+        self._with_starts = begin.text.starts
         self._is_plain = not stops and begin.logprobs is None and not begin.prompt_ids
         """Text and ids are all that is asked for, and nothing of the text is held back for a stop string."""
 
@@ -75,13 +78,16 @@ class Stream:
         (token_id,) = _ONE_ID.unpack(row.ids)
         text = self._decoder.push(token_id)
         index, offset = self._sent_ids, self._sent_len
+        starts = _ONE_ID.pack(offset) if self._with_starts else b""
         self.num_ids += 1
         self._known_len = self._sent_len = offset + len(text)
         if self._decoder.holding:  # the text may be that of ids before; this one is to wait
             self._ids.append(token_id)
+            if starts:
+                self._starts.append(offset)
             return TextRow(row.rid, row.attempt, index, b"", offset, text, completion_tokens=index) if text else None
         self._sent_ids = index + 1
-        return TextRow(row.rid, row.attempt, index, row.ids, offset, text, completion_tokens=index + 1)
+        return TextRow(row.rid, row.attempt, index, row.ids, offset, text, completion_tokens=index + 1, starts=starts)
 
     def advance(self, row: TokenRow, out: PendingRow) -> StopHit | None:
         """Take in new ids and put what may be sent into ``out``; sets ``ended`` with the ending.
@@ -100,6 +106,8 @@ class Stream:
             self._entries.extend(self._render(ids, row)[skip:])
         silent = self._silent_last(ids, row.finish)
         for at in range(skip, len(ids)):
+            if self._with_starts:
+                self._starts.append(self._known_len + self._decoder.held_len)
             text = "" if silent and at == len(ids) - 1 else self._decoder.push(ids[at])
             match = self._take(ids[at], text, out)
             if match is not None:
@@ -175,6 +183,9 @@ class Stream:
     def _send_ids(self, count: int, out: PendingRow) -> None:
         out.ids += struct.pack(f"<{count}i", *self._ids[:count])
         del self._ids[:count], self._needs[:count]
+        if self._with_starts:
+            out.starts += struct.pack(f"<{count}i", *self._starts[:count])
+            del self._starts[:count]
         self._sent_ids += count
         if self.begin.logprobs is not None:
             out.logprobs.extend(self._entries[:count])

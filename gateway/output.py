@@ -2,12 +2,15 @@
 
 A choice's text goes through one ``ChoiceOutput``, piece by piece in whatever split it arrives, and
 comes out as events. First the reasoning parser takes its block out, then what remains goes through
-the tool parser.
+the tool parser. Which tokens were reasoning follows from where in the text each begins.
 """
 
 from __future__ import annotations
 
-from common.messages import TokenizerReady
+from array import array
+from bisect import bisect_left
+
+from common.messages import TokenizerReady, unpack_i32
 from gateway.reasoning.parser import ReasoningParser
 from gateway.tool_parsers.base import Event, ReasoningDelta, TextDelta, ToolParser
 from gateway.tool_parsers.grammar import ToolPlanner
@@ -20,24 +23,39 @@ class ChoiceOutput:
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         self._reasoning = reasoning
         self._tools = tools
-        self.reasoning_tokens = 0
-        self.reasons = reasoning is not None
-        """Reasoning is told apart; some families' tool syntax does so, too."""
+        self._starts = array("i")
+        """Of each token where in the text it begins; ascending."""
+
+    @property
+    def tells_reasoning(self) -> bool:
+        """Reasoning is told apart, so its tokens are counted."""
+        return self._reasoning is not None or (self._tools is not None and self._tools.tells_reasoning)
 
     @property
     def num_calls(self) -> int:
         """Tool calls begun so far."""
         return 0 if self._tools is None else self._tools.num_calls
 
-    def feed(self, text: str, num_tokens: int, *, last: bool) -> list[Event]:
-        """Events of the next piece, which came with ``num_tokens`` tokens; ``last``: nothing follows."""
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens so far that begin within reasoning; its marks belong to it."""
+        spans = [] if self._tools is None else list(self._tools.reasoning_spans)
+        if self._reasoning is not None:
+            spans = [] if self._reasoning.span is None else [self._reasoning.span]
+        return sum(self._num_before(end) - self._num_before(begin) for begin, end in spans)
+
+    def _num_before(self, place: int | None) -> int:
+        """Tokens that begin before a place in the text; None: its end."""
+        return len(self._starts) if place is None else bisect_left(self._starts, place)
+
+    def feed(self, text: str, starts: bytes = b"", *, last: bool) -> list[Event]:
+        """Events of the next piece; ``starts``: see ``TextRow.starts``; ``last``: nothing follows."""
+        if starts:
+            self._starts.extend(unpack_i32(starts).tolist())
         events: list[Event] = []
         rest = text
         if self._reasoning is not None:
-            inside = self._reasoning.in_reasoning
             thought, rest = self._reasoning.feed(text)
-            if inside:
-                self.reasoning_tokens += num_tokens - _share(num_tokens, rest, text)
             if last:
                 more_thought, more_rest = self._reasoning.flush()
                 thought, rest = thought + more_thought, rest + more_rest
@@ -47,22 +65,10 @@ class ChoiceOutput:
             if rest:
                 events.append(TextDelta(rest))
             return events
-        parsed = self._tools.feed(rest)
+        events += self._tools.feed(rest)
         if last:
-            parsed += self._tools.flush()
-        if parsed and isinstance(parsed[-1], ReasoningDelta) and self._reasoning is None:
-            self.reasons = True
-            self.reasoning_tokens += num_tokens
-        return events + parsed
-
-
-def _share(num_tokens: int, part: str, text: str) -> int:
-    """How many of the tokens of ``text`` are those of its end ``part``, by length.
-
-    Tokens that come one at a time are told apart exactly; several that come together are not, because
-    nobody says where in their text each begins.
-    """
-    return round(num_tokens * len(part) / len(text)) if text else 0
+            events += self._tools.flush()
+        return events
 
 
 class ToolSupport:

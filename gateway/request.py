@@ -37,6 +37,8 @@ class Delta(msgspec.Struct, gc=False):
     logprobs: list[TokenLogprob]
     prompt_logprobs: list[TokenLogprob]
     finish: Finish | None
+    starts: bytes = b""
+    """See ``TextRow.starts``."""
 
 
 class OpenRequest:
@@ -149,7 +151,7 @@ class OpenRequest:
         self.text_len += len(row.text)
         self.ids += row.ids
         self.completion_tokens = max(row.completion_tokens, self.completion_tokens, len(self.ids) // 4)
-        return Delta(self.choice, row.text, row.ids, row.logprobs, [], None)
+        return Delta(self.choice, row.text, row.ids, row.logprobs, [], None, row.starts)
 
     def apply(self, row: TextRow) -> Delta | None:
         """Take in a row of the current attempt; the part that is new, or None when there is none.
@@ -160,11 +162,11 @@ class OpenRequest:
         if row.accepted is not None and not self.accepted:
             self.accepted = True
             self.prompt_tokens, self.cached_tokens = row.accepted
-        text, ids, logprobs = row.text, row.ids, row.logprobs
+        text, ids, logprobs, starts = row.text, row.ids, row.logprobs, row.starts
         if text and (known := self.text_len - row.text_offset) > 0:
             text = text[known:]
         if ids and (known := self.num_ids - row.index) > 0:
-            ids, logprobs = ids[4 * known :], logprobs[known:]
+            ids, logprobs, starts = ids[4 * known :], logprobs[known:], starts[4 * known :]
         self.text_len += len(text)
         self.ids += ids
         finish = row.finish
@@ -181,7 +183,7 @@ class OpenRequest:
         self.prompt_logprobs_known = self.prompt_logprobs_known or bool(prompt_logprobs)
         if not (text or ids or finish is not None or prompt_logprobs):
             return None
-        return Delta(self.choice, text, ids, logprobs, prompt_logprobs, finish)
+        return Delta(self.choice, text, ids, logprobs, prompt_logprobs, finish, starts)
 
 
 class Exchange:

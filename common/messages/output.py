@@ -119,6 +119,8 @@ class TextRow(Record, frozen=True):
     finish: Finish | None = None
     completion_tokens: int = 0
     """Output tokens up to and including this row; with ``finish`` the exact usage."""
+    starts: bytes = b""
+    """int32, one per id, where asked for: characters of the output's text before the first that is of the id."""
 
 
 class TextBatch(Message, frozen=True, kw_only=True):

@@ -46,6 +46,8 @@ class TextParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    starts: bool = False
+    """Say of each id where in the text it begins (``TextRow.starts``)."""
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

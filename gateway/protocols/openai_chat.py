@@ -87,7 +87,10 @@ async def chat_completions(request: Request, deps: Deps) -> Response:
         continue_final_message=bool(body.continue_final_message),
         template_kwargs=body.chat_template_kwargs or {},
     )
+    outputs = [_output(plan_tools, reasoning) for _ in range(body.n or 1)]
     text = text_params(body)
+    if outputs[0] is not None and outputs[0].tells_reasoning:
+        text = msgspec.structs.replace(text, starts=True)
     if plan_tools.needs_special_tokens or (reasoning is not None and reasoning.form.needs_special_tokens):
         text = msgspec.structs.replace(text, skip_special_tokens=False)
     plan = Plan(
@@ -108,7 +111,7 @@ async def chat_completions(request: Request, deps: Deps) -> Response:
         plan.call_id,
         model_name,
         exchange,
-        [_output(plan_tools, reasoning) for _ in exchange.records],
+        outputs,
         logprobs=bool(body.logprobs),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),

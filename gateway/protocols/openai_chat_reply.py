@@ -93,7 +93,7 @@ class ChatFormatter:
         )
 
     def _usage(self) -> dict[str, Any]:
-        reasoning = [output.reasoning_tokens for output in self._outputs if output is not None and output.reasons]
+        reasoning = [output.reasoning_tokens for output in self._outputs if output and output.tells_reasoning]
         return usage(self._exchange, len(self._exchange.records), sum(reasoning) if reasoning else None)
 
     def _reason(self, index: int) -> str | None:
@@ -108,7 +108,7 @@ class ChatFormatter:
         output = self._outputs[delta.choice]
         if output is None:
             return [TextDelta(delta.text)] if delta.text else []
-        return output.feed(delta.text, len(delta.ids) // 4, last=delta.finish is not None)
+        return output.feed(delta.text, delta.starts, last=delta.finish is not None)
 
     def _events(self, delta: Delta) -> list[bytes]:
         """The chunks of a delta; its log-probabilities go with the first."""

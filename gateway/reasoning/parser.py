@@ -48,14 +48,26 @@ class ReasoningParser:
         self._held = ""
         self._begun = False
         """Reasoning other than white space has been seen."""
+        self._num_chars = 0
+        """Characters fed."""
+        self._end: int | None = None
 
     @property
     def in_reasoning(self) -> bool:
         """The next text is reasoning, as far as is known: for counting reasoning tokens."""
         return self._place is _Place.THINKING or (self._place is _Place.BEFORE and self._starts_inside)
 
+    @property
+    def span(self) -> tuple[int, int | None] | None:
+        """Where the block is in the text, in characters, with its marks; no end while it is open. None: there is none,
+        as far as is known."""
+        if self._end is not None:
+            return 0, self._end
+        return (0, None) if self.in_reasoning else None
+
     def feed(self, text: str) -> Split:
         """The next piece of the model's text; what is certain of it and of what was held."""
+        self._num_chars += len(text)
         if self._place is _Place.CONTENT:
             return Split(content=text)
         text, self._held = self._held + text, ""
@@ -97,7 +109,9 @@ class ReasoningParser:
         at = text.find(self._closing)
         if at >= 0:
             self._place = _Place.BETWEEN
-            return text[:at].rstrip(), text[at + len(self._closing) :]
+            rest = text[at + len(self._closing) :]
+            self._end = self._num_chars - len(rest)
+            return text[:at].rstrip(), rest
         end = len(text) - _overlap(text, self._closing)
         end = len(text[:end].rstrip())
         self._held = text[end:]

@@ -74,6 +74,8 @@ class ToolParser(ABC):
     needs_special_tokens: ClassVar[bool] = False
     """The syntax uses special tokens: the request must be sent with skip_special_tokens=False, or
     the calls are invisible. The parser drops the family's own end-of-turn marks from the content."""
+    tells_reasoning: ClassVar[bool] = False
+    """The syntax carries reasoning, too."""
 
     def __init__(
         self, tools: Sequence[dict[str, Any]] = (), *, new_id: Callable[[], str] | None = None
@@ -82,6 +84,8 @@ class ToolParser(ABC):
         self.num_calls = 0
         """Calls begun so far; the finish_reason is ``tool_calls`` when it is not 0."""
         self._new_id = new_id or self.make_id
+        self.reasoning_spans: list[tuple[int, int | None]] = []
+        """Where reasoning is in the text, in characters, with its marks, in order; the last may have no end yet."""
         self.used_ids: set[str] = set()
         """Ids that calls of this conversation have already: no new call gets one of them."""
 

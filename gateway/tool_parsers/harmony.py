@@ -25,6 +25,7 @@ class HarmonyParser(ReaderParser):
 
     name = "gpt-oss"
     needs_special_tokens = True
+    tells_reasoning = True
 
     def _read(self) -> Reader[None]:
         mark = yield from self._accept(" to=", "to=")
@@ -37,6 +38,7 @@ class HarmonyParser(ReaderParser):
 
     def _message(self, mark: str) -> Reader[str]:
         """One message from the mark that begins its header; the mark that begins the next, if it is there."""
+        begin = self._place - len(mark)
         self._begin_attempt(mark)
         rest = yield from self._name_until("<|message|>")
         if rest is None:
@@ -49,8 +51,12 @@ class HarmonyParser(ReaderParser):
             return ""
         self._attempt = None
         thinking = (channel is not None and channel.group(1) == "analysis") or recipient is not None
+        if thinking:
+            self.reasoning_spans.append((begin, None))
         write = self._emit_reasoning if thinking else self._emit_text
         end = yield from self._until([*_ENDS, "<|start|>"], write)
+        if thinking and end:
+            self.reasoning_spans[-1] = (begin, self._place - (len(end) if end == "<|start|>" else 0))
         return end if end == "<|start|>" else ""
 
     def _tool_call(self, name: str) -> Reader[None]:

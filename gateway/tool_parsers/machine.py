@@ -41,6 +41,8 @@ class ReaderParser(ToolParser):
         super().__init__(tools, new_id=new_id)
         self._text = ""
         self._at = 0
+        self._num_dropped = 0
+        """Characters that were in front of ``_text``."""
         self._attempt: int | None = None
         """Start of what becomes text if the attempt at a call fails."""
         self._over = False
@@ -68,7 +70,7 @@ class ReaderParser(ToolParser):
     def _go_on(self) -> list[Event]:
         next(self._program, None)
         done = self._at if self._attempt is None else self._attempt
-        self._text, self._at = self._text[done:], self._at - done
+        self._text, self._at, self._num_dropped = self._text[done:], self._at - done, self._num_dropped + done
         if self._attempt is not None:
             self._attempt = 0
         if self._over:
@@ -120,6 +122,11 @@ class ReaderParser(ToolParser):
             self._attempt = None
 
     # ----------------------------------------------------------------- reading
+
+    @property
+    def _place(self) -> int:
+        """The cursor in the whole text, in characters."""
+        return self._num_dropped + self._at
 
     def _more(self) -> Reader[bool]:
         """Wait for more text; False at the end."""

@@ -84,8 +84,10 @@ def test_a_reasoning_block_that_closes_is_told_apart(server: Start, tmp_path: Pa
     assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Ab", "Yes")
     assert choice["finish_reason"] == "stop"
     plain = httpx.post(one.url + "/tokenize", json={"prompt": "Ab</think>"}, timeout=60).json()["tokens"]
-    # Tokens that came together where the block closes are shared out by the length of their text.
-    assert abs(whole["usage"]["completion_tokens_details"]["reasoning_tokens"] - len(plain)) <= 1
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == len(plain)
+    # This stop string holds the mark's tokens and the answer's back, and they come together.
+    together = httpx.post(one.url + "/v1/chat/completions", json={**body, "stop": "</think>Yes!"}, timeout=60).json()
+    assert together["usage"] == whole["usage"] | {"prompt_tokens_details": together["usage"]["prompt_tokens_details"]}
 
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     streamed = httpx.post(one.url + "/v1/chat/completions", json=body, timeout=60).text
@@ -97,4 +99,4 @@ def test_a_reasoning_block_that_closes_is_told_apart(server: Start, tmp_path: Pa
     assert kinds == sorted(kinds, reverse=True), "content comes behind all reasoning"
     usage = chunks[-1]["usage"]
     assert usage["completion_tokens"] == whole["usage"]["completion_tokens"] > len(plain)
-    assert abs(usage["completion_tokens_details"]["reasoning_tokens"] - len(plain)) <= 1
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == len(plain)

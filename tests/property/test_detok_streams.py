@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 from hypothesis import given, settings
@@ -86,3 +87,37 @@ def test_streamed_equals_whole(data: st.DataObject, family: str, include: bool, 
     assert (reader.text, reader.ids, finish.matched or "") == (want, ids[:used], stop)
     assert [entry.logprob for entry in reader.logprobs] == ([-float(n) for n in range(used)] if logprobs else [])
     assert detokenizer.num_live == 0 and not detokenizer.waiting
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(data=st.data(), family=st.sampled_from(FAMILIES), with_stop=st.booleans(), logprobs=st.booleans())
+def test_each_id_is_said_to_begin_where_its_text_does(
+    data: st.DataObject, family: str, with_stop: bool, logprobs: bool
+) -> None:
+    tokenizer = tokenizer_of(family)
+    word = st.sampled_from(["fox", " the ", "🙂", "日本", "◁/", "▷", "ü", "."])
+    words = data.draw(st.lists(word, min_size=1, max_size=9))
+    ids = tokenizer.encode("".join(words), add_special_tokens=False).ids
+    channels = Channels()
+    detokenizer = Detokenizer(vocabulary(family), Outbox(channels.connect, channels.local, 0), FakeSender())
+    params = TextParams(stop=("fox the fox the fox",) if with_stop else (), starts=True)
+    begin = BeginOutput("r", 0, "gateway-0", 3, 0, params, logprobs=0 if logprobs else None)
+    detokenizer.handle(TokenBatch(scheduler_generation=0, step=0, begins=[begin]))
+    at = 0
+    while at < len(ids):
+        channels.opened.get("gateway-0", FakeSender()).room = data.draw(st.sampled_from([0, None]))
+        detokenizer.flush(0.0)
+        chunk = ids[at : at + data.draw(st.integers(1, 4))]
+        finish = Finish("length") if at + len(chunk) == len(ids) else None
+        values = pack_f32([-1.0] * len(chunk)) if logprobs else b""
+        row = TokenRow("r", 0, at, pack_i32(chunk), values, finish=finish)
+        detokenizer.handle(TokenBatch(scheduler_generation=0, step=0, rows=[row]))
+        at += len(chunk)
+    channels.opened["gateway-0"].room = None
+    detokenizer.flush(1.0)
+    rows = read(channels.opened["gateway-0"]).rows
+    assert all(len(row.starts) == len(row.ids) for row in rows)
+    starts = [start for row in rows for start in unpack_i32(row.starts).tolist()]
+    # What is not whole yet is U+FFFD, of which the words have none: a character, or a run of byte tokens.
+    whole = [len(tokenizer.decode(ids[:n]).rstrip("\ufffd")) for n in range(len(ids))]
+    assert starts == list(itertools.accumulate(whole, max))

@@ -190,9 +190,9 @@ def test_reasoning_is_told_from_the_answer(thinker: Live, size: int) -> None:
     message = body["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Paris? Yes.", "It is Paris.")
     assert (joined(chunks, key="reasoning_content"), joined(chunks)) == ("Paris? Yes.", "It is Paris.")
-    if size == 1:
-        counted = body["usage"]["completion_tokens_details"]["reasoning_tokens"]
-        assert 0 < counted < body["usage"]["completion_tokens"]
+    counted = body["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    num_chars = THOUGHT.index("</think>") + len("</think>")
+    assert counted == -(-num_chars // size), "pieces that begin before the end of the mark"
 
 
 def test_reasoning_then_a_tool_call(thinker: Live) -> None:

@@ -78,6 +78,16 @@ def test_prompt_logprobs_that_come_again_are_dropped() -> None:
     assert request.apply(TextRow("r", 2, 0, b"", 0, "", (2, 0), prompt_logprobs=prompt)) is None
 
 
+def test_where_ids_begin_is_cut_as_the_ids_are() -> None:
+    request = record()
+    first = request.apply(TextRow("r", 0, 0, pack_i32([5, 6]), 0, "xy", (3, 0), starts=pack_i32([0, 1])))
+    assert first is not None and first.starts == pack_i32([0, 1])
+    again = request.apply(TextRow("r", 0, 1, pack_i32([6, 7]), 1, "yz", starts=pack_i32([1, 2])))
+    assert again is not None and (again.text, again.starts) == ("z", pack_i32([2]))
+    plain = request.apply_next(TextRow("r", 0, 3, pack_i32([8]), 3, "w", starts=pack_i32([3])))
+    assert plain is not None and plain.starts == pack_i32([3])
+
+
 def test_discarded_output_counts_nothing_and_ends_with_length() -> None:
     request = record(discard_output=True)
     delta = request.apply(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from common.messages import pack_i32
 from gateway.output import ChoiceOutput
 from gateway.reasoning.parser import ReasoningParser
 from gateway.reasoning.registry import FORMATS, create, format_of
-from gateway.tool_parsers.base import ReasoningDelta, TextDelta
+from gateway.tool_parsers.base import Event, ReasoningDelta, TextDelta
+from gateway.tool_parsers.harmony import HarmonyParser
+from gateway.tool_parsers.registry import create as tool_parser
 
 
 def split(parser: ReasoningParser, pieces: list[str]) -> tuple[str, str]:
@@ -105,14 +108,60 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         format_of("qwen9")
 
 
+def counted(output: ChoiceOutput, tokens: list[str], size: int) -> tuple[list[int], list[Event]]:
+    """Reasoning tokens after every ``size`` tokens, and all events."""
+    counts: list[int] = []
+    events: list[Event] = []
+    place = 0
+    for at in range(0, len(tokens), size):
+        piece = tokens[at : at + size]
+        starts = [place + len("".join(piece[:n])) for n in range(len(piece))]
+        place += len("".join(piece))
+        events += output.feed("".join(piece), pack_i32(starts), last=at + size >= len(tokens))
+        counts.append(output.reasoning_tokens)
+    return counts, events
+
+
 @pytest.mark.parametrize("size", range(1, 15))
 def test_reasoning_tokens_are_counted_whatever_comes_together(size: int) -> None:
     text = "abc</think>def"  # one token a character
-    output = ChoiceOutput(create("qwen3", reasoning_opens=True), None)
-    events = []
-    for at in range(0, len(text), size):
-        piece = text[at : at + size]
-        events += output.feed(piece, len(piece), last=at + size >= len(text))
-    assert output.reasoning_tokens == len("abc</think>")
+    counts, events = counted(ChoiceOutput(create("qwen3", reasoning_opens=True), None), list(text), size)
+    num_thought = len("abc</think>")
+    assert counts == [min(n, num_thought) for n in [*range(size, len(text), size), len(text)]]
     assert "".join(event.text for event in events if isinstance(event, ReasoningDelta)) == "abc"
     assert "".join(event.text for event in events if isinstance(event, TextDelta)) == "def"
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize(
+    ("tokens", "inside", "expected"),
+    [
+        (["<think>", "\n", "why", "?", "</think>", "\n\n", "Because", ""], False, 5),
+        (["so", "", "?", "</thi", "nk>Be", "cause", ""], True, 5),  # a token with the mark's end counts as thought
+        (["a", "</think>", "", "", "b"], True, 2),  # tokens without text behind the mark do not
+        (["", "a", " long word that is one token", "</think>", "b"], True, 4),
+        (["never", " closed", ""], True, 3),
+        (["no", " thought"], False, 0),
+        (["<thin", " air"], False, 0),
+        (["</think>", "answer"], True, 1),
+    ],
+)
+def test_tokens_of_any_length_are_told_apart(tokens: list[str], inside: bool, expected: int, size: int) -> None:
+    counts, _ = counted(ChoiceOutput(create("qwen3", reasoning_opens=inside), None), tokens, size)
+    assert counts[-1] == expected and counts == sorted(counts)
+
+
+@pytest.mark.parametrize("size", range(1, 20))
+def test_every_message_of_thought_is_counted_in_the_harmony_format(size: int) -> None:
+    thought = ["<|channel|>", "analysis", "<|message|>", "hm", " hm", "<|end|>"]
+    more = ["<|start|>", "assistant", *thought[:4]]
+    answer = ["<|start|>", "assistant", "<|channel|>", "final", "<|message|>", "yes", "<|return|>"]
+    counts, events = counted(ChoiceOutput(None, HarmonyParser()), [*thought, *more, *answer], size)
+    assert counts[-1] == len(thought) + len(more), "the second is ended by the message behind it"
+    assert "".join(event.text for event in events if isinstance(event, ReasoningDelta)) == "hm hmhm"
+
+
+def test_a_tool_syntax_without_reasoning_says_nothing_of_it() -> None:
+    assert not ChoiceOutput(None, tool_parser("hermes", ())).tells_reasoning
+    assert ChoiceOutput(None, HarmonyParser()).tells_reasoning
+    assert ChoiceOutput(create("qwen3"), tool_parser("hermes", ())).tells_reasoning

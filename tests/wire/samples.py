@@ -14,7 +14,7 @@ SAMPLING = m.SamplingParams(
     stop_token_ids=(1, 2), presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5, logit_bias={7: -1.0},
     logprobs=2, prompt_logprobs=0,
 )  # fmt: skip
-TEXT = m.TextParams(stop=("é", "b"), include_stop_str_in_output=True, skip_special_tokens=False)
+TEXT = m.TextParams(stop=("é", "b"), include_stop_str_in_output=True, skip_special_tokens=False, starts=True)
 GRAMMAR = m.Grammar(kind="regex", text="a+", lazy_trigger="<t>")
 CHAT = m.ChatPrompt(
     messages=[{"role": "user", "content": "hi"}], tools=[{"type": "function"}], add_generation_prompt=False,
@@ -78,7 +78,9 @@ SAMPLES: list[Any] = [
     ),
     m.TextBatch(
         detokenizer_generation=1,
-        rows=[m.TextRow("r1", 0, 1, m.pack_i32([5]), 3, "é", (3, 2), [TOKEN], [FIRST, TOKEN], FINISH, 2)],
+        rows=[
+            m.TextRow("r1", 0, 1, m.pack_i32([5]), 3, "é", (3, 2), [TOKEN], [FIRST, TOKEN], FINISH, 2, m.pack_i32([3]))
+        ],
     ),
     m.StopHit(rid="r1", attempt=0, index=4, stop="END"),
     m.GatewayStuck(gateway="gateway-0"),
