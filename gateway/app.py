@@ -129,7 +129,9 @@ def _route(
 
 def _add_error_handlers(app: FastAPI) -> None:
     async def refused(_: Request, error: Exception) -> Response:
-        return error_response(error.info if isinstance(error, RequestError) else _internal(error))
+        info = error.info if isinstance(error, RequestError) else _internal(error)
+        # What is still to come of a body that was too slow would keep the connection, one of a bounded number.
+        return error_response(info, {"Connection": "close"} if info.status == 408 else None)
 
     async def http_error(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500

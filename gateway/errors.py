@@ -32,8 +32,11 @@ def error_json(info: ErrorInfo) -> bytes:
 
 
 def error_response(info: ErrorInfo, headers: dict[str, str] | None = None) -> Response:
-    """The whole HTTP answer, with ``Retry-After`` where waiting helps."""
+    """The whole HTTP answer, with ``Retry-After`` where waiting helps, as it does with every 429 and 503."""
     headers = dict(headers or {})
-    if info.retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, round(info.retry_after_s)))
+    retry_after_s = info.retry_after_s
+    if retry_after_s is None and info.status in (429, 503):
+        retry_after_s = 1.0
+    if retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, round(retry_after_s)))
     return Response(error_json(info), status_code=info.status, headers=headers, media_type="application/json")

@@ -27,6 +27,7 @@ from gateway.tool_parsers.registry import resolve_name
 log = logging.getLogger(__name__)
 
 PUBLISH_S = 2.0
+CUT_OFF = ErrorInfo(status=503, message="the server is shutting down", code="draining", retry_after_s=5)
 
 
 def main(context: ProcessContext) -> None:
@@ -99,7 +100,7 @@ class Gateway:
             if drain_until is not None and (not engine.exchanges or is_over):
                 if engine.exchanges:
                     log.warning("the drain time is over with %d requests open; they are cut off", len(engine.exchanges))
-                    engine.fail_all(ErrorInfo(status=503, message="the server is shutting down", code="draining"))
+                    engine.fail_all(CUT_OFF)
                 return
             await asyncio.sleep(TICK_S)
 

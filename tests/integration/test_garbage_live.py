@@ -1,4 +1,5 @@
-"""Garbage at every socket of a running server: streams go on, it is counted, and memory stays where it was."""
+"""Garbage at every socket of a running server, and more requests than it takes: streams go on, what is refused is
+refused at once, it is counted, and memory stays where it was."""
 
 from __future__ import annotations
 
@@ -28,10 +29,15 @@ GROWTH_BYTES = 96 << 20
 """More than 1,000 frames of garbage in a queue, far less than one frame of the sizes promised."""
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    folder = make_folder(tmp_path / "tiny")
-    one = Server(["--model", str(folder), "--load-format", "dummy"], script=Path(no_model))
+MAX_RUNNING, MAX_QUEUED = 4, 4
+FLOOD = 64
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = make_folder(tmp_path_factory.mktemp("garbage") / "tiny")
+    bounds = ["--max-running-requests", str(MAX_RUNNING), "--max-queued-requests", str(MAX_QUEUED)]
+    one = Server(["--model", str(folder), "--load-format", "dummy", *bounds], script=Path(no_model))
     try:
         yield one.wait_ready()
     finally:
@@ -125,3 +131,24 @@ def test_streams_go_on_under_garbage_which_is_counted(server: Server) -> None:
     assert server.log.count("dropped a frame") < 200, "a flood of garbage is no flood of log lines"
 
 
+def test_a_flood_is_refused_at_the_queues_bound_and_who_runs_goes_on(server: Server) -> None:
+    body = completion_body("to be or not to be", max_tokens=100)
+    expected = stream(server.url, body)
+    begun = threading.Barrier(MAX_RUNNING + 1)
+
+    def on_event(number: int) -> None:
+        if number == 1:
+            begun.wait(30)
+
+    limits = httpx.Limits(max_connections=FLOOD)
+    with ThreadPoolExecutor(MAX_RUNNING + FLOOD) as pool, httpx.Client(base_url=server.url, limits=limits) as client:
+        running = [pool.submit(stream, server.url, body, on_event=on_event) for _ in range(MAX_RUNNING)]
+        begun.wait(30)
+        asked = completion_body("one more", max_tokens=30)
+        replies = list(pool.map(lambda _: client.post("/v1/completions", json=asked, timeout=60), range(FLOOD)))
+        assert [one.result() for one in running] == [expected] * MAX_RUNNING
+    refused = [reply for reply in replies if reply.status_code != 200]
+    assert refused and len(refused) < FLOOD
+    assert {(reply.status_code, reply.headers["retry-after"]) for reply in refused} == {(503, "1")}
+    assert {reply.json()["error"]["code"] for reply in refused} == {"queue_full"}
+    assert f"--max-queued-requests is {MAX_QUEUED}" in refused[0].json()["error"]["message"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from common.messages import Abort, Control, Fleet, StopHit, Tokenized, pack_i32, unpack_i32
+from common.messages import Abort, Control, Fleet, ForwardBatch, StopHit, Tokenized, pack_i32, unpack_i32
 from scheduler_proc.ingest import ANY_ATTEMPT
 from tests.unit.sched_support import Rig, expected, request
 
@@ -54,6 +54,19 @@ def test_a_full_queue_answers_503_with_retry_after() -> None:
     assert [row.rid for row in rig.refused] == ["r3"]
     error = rig.refused[0].finish.error
     assert error is not None and error.status == 503 and error.retry_after_s and "2" in error.message
+
+
+def test_a_flood_beyond_the_queue_costs_those_who_run_no_step() -> None:
+    calm, flooded = (Rig(max_running_requests=2, max_queued_requests=2) for _ in range(2))
+    batches: list[list[list[ForwardBatch]]] = [[], []]
+    for rig, seen in zip((calm, flooded), batches, strict=True):
+        rig.step(*(request(rid, P6, 20) for rid in ("a", "b", "c", "d")))
+        for turn in range(60):
+            flood = [request(f"x{turn}-{n}", [9] * 40) for n in range(30)] if rig is flooded and turn < 15 else []
+            seen.append(rig.turn(*flood))
+    assert batches[0] == batches[1], "the same rows in the same steps"
+    assert all(flooded.ids(rid) == expected(P6, 20) for rid in ("a", "b", "c", "d"))
+    assert flooded.scheduler.state.metrics.num_aborted == {"queue_full": 15 * 30}
 
 
 def test_an_empty_prompt_is_refused() -> None:
