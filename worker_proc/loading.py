@@ -271,7 +271,7 @@ def load_model(
                     config=hf_config,
                     dtype=dtype,
                     trust_remote_code=config.model.trust_remote_code,
-                    device_map={"": device} if device.type == "cuda" else None,
+                    device_map={"": device} if device.type != "cpu" else None,
                     output_loading_info=True,
                 )
         except OSError as error:
