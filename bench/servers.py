@@ -56,16 +56,6 @@ class Running:
             out[key] = out.get(key, 0.0) + times.user + times.system
         return out
 
-    def rss_bytes(self) -> int:
-        """Resident memory of the whole tree."""
-        total = 0
-        for process in _tree(self.process.pid):
-            try:
-                total += process.memory_info().rss
-            except psutil.Error:
-                continue
-        return total
-
 
 def quintet(*flags: str, model: str = "", name: str = "quintet") -> ServerSpec:
     """This checkout's server."""

@@ -189,7 +189,6 @@ class TraceWriter:
         total_bytes: int = TOTAL_BYTES,
     ) -> None:
         self.opening: Callable[[], Sequence[TraceRecord]] = tuple
-        self.num_records = 0
         self._folder = folder
         self._identity = (role, index, generation)
         self._config = config
@@ -259,7 +258,6 @@ class TraceWriter:
         data = self._encoder.encode(record)
         self._buffer += data
         self._room -= len(data)
-        self.num_records += 1
         return len(data)
 
     def _begin_segment(self) -> None:

@@ -22,7 +22,6 @@ class Gateway:
     address: str
     generation: int
     expires: float
-    renewed: float = 0.0
 
 
 @dataclass
@@ -53,7 +52,7 @@ class Gateways:
             old = None
         if old is None or old.address != lease.address:
             self.addresses.append(GatewayAddress(gateway=lease.gateway, address=lease.address))
-        self.known[lease.gateway] = Gateway(lease.address, lease.generation, now + LEASE_S, now)
+        self.known[lease.gateway] = Gateway(lease.address, lease.generation, now + LEASE_S)
         for rid, attempt in self.orphans.pop(lease.gateway, []):
             finish = Finish("abort", message="the gateway was unreachable; its requests were aborted")
             self.state.refused.append(RefusedRow(rid, attempt, lease.gateway, finish))

@@ -63,7 +63,6 @@ class Output:
 
     def _begin(self, req: Req) -> BeginOutput:
         """Start a request's text at the detokenizer, from output 0."""
-        req.begun_attempt = req.attempt
         req.prompt_logprobs_sent = req.prompt_logprobs is None
         self._set_sent(req, req.prompt_len)
         self.state.loose[req.rid] = req

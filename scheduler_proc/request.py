@@ -52,7 +52,7 @@ class Req:
     """A live request. Its ids are in the slot table while it has a slot, here otherwise."""
 
     __slots__ = (
-        "attempt", "begun_attempt", "cached_len", "crashes", "finish", "finish_handed", "gateway", "group_key",
+        "attempt", "cached_len", "crashes", "finish", "finish_handed", "gateway", "group_key",
         "ids", "in_tool_call", "logprobs", "max_len", "node", "num_preemptions", "pages", "pending_key",
         "prompt_len", "prompt_logprobs", "prompt_logprobs_left", "prompt_logprobs_sent", "prompt_top", "queued_at",
         "rank", "rid", "scheduled_len", "sent_len", "seq", "silent", "slot", "spec", "status", "stop_ids",
@@ -94,8 +94,6 @@ class Req:
             self.group_key = (spec.gateway, spec.group, spec.cache_salt, spec.input_ids)
         self.cached_len = -1
         """Of the first admission; -1 before."""
-        self.begun_attempt = -1
-        """The attempt for which BeginOutput was handed to the detokenizer."""
         self.sent_len = len(prompt)
         """Ids handed to the detokenizer, prompt included, while the request has no slot."""
         self.finish: Finish | None = None

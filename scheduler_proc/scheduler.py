@@ -68,7 +68,7 @@ class StepOutput:
     """What one step wants sent, each list in order."""
 
     to_worker: list[ToWorker] = field(default_factory=list)
-    """To every rank."""
+    """To ``worker-0``, rank 0, which leads the others."""
     addresses: list[GatewayAddress] = field(default_factory=list)
     """To every tokenizer and the detokenizer, before ``tokens``."""
     tokens: TokenBatch | None = None

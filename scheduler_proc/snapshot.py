@@ -34,7 +34,7 @@ COLUMNS = (
     "running", "decoding", "plain", "streaming",
 )  # fmt: skip
 _AS_IS = (
-    "attempt", "queued_at", "rank", "slot", "pages", "tree_len", "scheduled_len", "cached_len", "begun_attempt",
+    "attempt", "queued_at", "rank", "slot", "pages", "tree_len", "scheduled_len", "cached_len",
     "sent_len", "finish", "finish_handed", "silent", "in_tool_call", "crashes", "num_preemptions", "pending_key",
     "logprobs", "top_logprobs", "prompt_logprobs_left", "prompt_top", "prompt_logprobs_sent",
 )  # fmt: skip

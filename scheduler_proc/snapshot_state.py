@@ -37,7 +37,6 @@ class ReqState(msgspec.Struct, array_like=True):
     tree_len: int
     scheduled_len: int
     cached_len: int
-    begun_attempt: int
     sent_len: int
     finish: Finish | None
     finish_handed: bool

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
-LOG2E = tl.constexpr(1.4426950408889634)
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn; the format has no infinity, so larger values are clamped."""
 
