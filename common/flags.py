@@ -27,6 +27,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 ALIASES = {"model_path": "model", "tensor_parallel_size": "tp_size"}
 """SGLang's other spellings."""
+SECRET = frozenset({"api_key", "admin_api_key"})
+"""Settings whose value no message shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,8 @@ class Flag:
             return msgspec.convert(value, self.type, strict=False)
         except msgspec.ValidationError as error:
             allowed = f"one of {', '.join(self.choices)}" if self.choices else str(error).replace("`", "")
-            raise ConfigError(f"{self.option} {value!r}: {allowed[:1].lower()}{allowed[1:]}") from None
+            shown = "(not shown)" if self.name in SECRET else repr(value)
+            raise ConfigError(f"{self.option} {shown}: {allowed[:1].lower()}{allowed[1:]}") from None
 
 
 def _plain(annotated: Any) -> Any:

@@ -106,6 +106,15 @@ def test_config_json_round_trip_and_refusal_of_unknown_names() -> None:
         config_file.load(b'{"http": {"prot": 1}}')
 
 
+@pytest.mark.parametrize("text", ["api_key: [7134]", "admin_api_key: 7134", "api_key: {a: '7134'}"])
+def test_a_key_of_the_wrong_form_is_refused_without_being_shown(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"api-key \(not shown\): expected") as refused:
+        flags.read_file(file)
+    assert "7134" not in str(refused.value)
+
+
 def test_empty_api_key_is_refused() -> None:
     with pytest.raises(ConfigError, match="empty"):
         flags.build({"api_key": [""]})

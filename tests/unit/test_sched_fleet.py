@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from common.messages import (
     Control,
     ControlReply,
@@ -283,16 +285,18 @@ def test_abort_one_and_abort_all() -> None:
     assert rig.reason("a") == rig.reason("c") == "abort"
 
 
-def test_info_tells_the_state_and_no_keys() -> None:
-    import msgspec
-
+def test_info_and_what_gateways_elsewhere_are_told_hold_no_keys() -> None:
     rig = Rig()
-    http = msgspec.structs.replace(rig.config.http, api_key=["secret"])
+    http = msgspec.structs.replace(rig.config.http, api_key=["secret-1"], admin_api_key=["secret-2"])
     rig.scheduler.state.config = msgspec.structs.replace(rig.config, http=http)
     rig.step(control("info"))
-    body = reply(rig).body
-    assert body["max_total_tokens"] == 256 and body["worker"]["model_path"] == "fake"
-    assert "secret" not in msgspec.json.encode(body).decode()
+    info = reply(rig).body
+    assert info["max_total_tokens"] == 256 and info["worker"]["model_path"] == "fake"
+    rig.step(control("config"))
+    shared = reply(rig).body
+    assert shared["has_keys"] and shared["has_admin_keys"]
+    for body in (info, shared):
+        assert b"secret" not in msgspec.json.encode(body)
 
 
 def test_the_profiler_is_the_workers_and_its_answer_is_passed_on() -> None:
