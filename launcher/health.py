@@ -6,7 +6,8 @@ A process that serves sends heartbeats from its loop. It is hung when
   dead lock in the work itself;
 - or it has been silent for ``hang_timeout_s``, whatever it does meanwhile;
 - or it has been silent for ``SILENCE_S`` without using the CPU, or stopped (SIGSTOP). A long step
-  is silent too, but it computes, so it is given the full time.
+  is silent too, but it computes, so it is given the full time; and so is a process that cannot compute because
+  others have the cores: one of its threads is runnable, which need not be the first.
 
 A process that has not served yet loads: an import of megabytes of libraries from a slow disk holds every thread of
 it for as long as it takes. It has ``start_timeout_s``, unless it is stopped.
@@ -38,14 +39,25 @@ class CpuState:
     """User and system time used so far, seconds."""
 
 
-def read_cpu_state(pid: int) -> CpuState:
-    """From ``/proc/<pid>/stat``; unknown where there is none."""
+def read_cpu_state(pid: int, *, every_thread: bool = False) -> CpuState:
+    """From ``/proc/<pid>/stat``, the first thread's state; unknown where there is none.
+
+    ``every_thread``: R or D where the first thread waits and another is in that state.
+    """
     try:
-        # The name in parentheses may hold anything, so cut behind the last one.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return CpuState(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+        fields = _stat(Path(f"/proc/{pid}"))
+        state = fields[0]
+        if every_thread and state == "S":
+            states = {_stat(task)[0] for task in Path(f"/proc/{pid}/task").iterdir()}
+            state = next((each for each in ("R", "D") if each in states), state)
+        return CpuState(state, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
     except (OSError, IndexError, ValueError):
         return CpuState("", 0.0)
+
+
+def _stat(folder: Path) -> list[str]:
+    # The name in parentheses may hold anything, so cut behind the last one.
+    return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def why_hung(

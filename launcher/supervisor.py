@@ -15,7 +15,7 @@ from common.channels import Channels
 from common.config import ServerConfig
 from common.messages import Fleet, Heartbeat
 from common.notify import Notifier
-from common.process import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, reason_file
+from common.process import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, HEARTBEAT_S, reason_file
 from launcher import screen
 from launcher.children import STOP_ORDER, Child, Command, Spec, child_environment, explain_exit
 from launcher.health import read_cpu_state, why_hung
@@ -192,7 +192,7 @@ class Supervisor:
             reason = why_hung(
                 child,
                 now,
-                read_cpu_state(child.pid),
+                read_cpu_state(child.pid, every_thread=now - child.last_beat > 2 * HEARTBEAT_S),
                 start_timeout_s=runtime.start_timeout_s,
                 hang_timeout_s=runtime.hang_timeout_s,
                 others_ready=others_ready,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 from typing import Any, cast
 
 import msgspec
@@ -11,7 +12,7 @@ from common.config import ServerConfig
 from common.flags import build
 from common.messages import Heartbeat
 from launcher.children import Child, RestartHistory, Spec, explain_exit, fleet_of
-from launcher.health import SILENCE_S, CpuState, why_hung
+from launcher.health import SILENCE_S, CpuState, read_cpu_state, why_hung
 
 
 class _Process:
@@ -144,3 +145,22 @@ def test_time_in_which_the_supervisor_slept_is_not_held_against_anyone() -> None
     child.on_beat(beat(5, busy_since=1.0), 0.0, 0.0)
     child.excuse(1000.0)
     assert judge(child, 1001.0) == ""
+
+
+def test_a_process_whose_first_thread_waits_for_one_that_wants_a_core_does_not_idle() -> None:
+    over = threading.Event()
+    waiting = threading.Thread(target=over.wait)
+    waiting.start()
+    try:
+        # /proc answers for a thread's number too, as if that thread were the first of its process.
+        while read_cpu_state(waiting.native_id or 0).state != "S":
+            pass
+        state = read_cpu_state(waiting.native_id or 0, every_thread=True)
+    finally:
+        over.set()
+        waiting.join()
+    assert state.state == "R"
+    child = child_at(100.0)
+    child.on_beat(beat(1), 100.0, 0.0)
+    assert judge(child, 100.0 + SILENCE_S + 1, state.state) == ""
+    assert "no CPU used" in judge(child, 100.0 + SILENCE_S + 1, "S")
