@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +77,18 @@ def is_idle(fleet: Server) -> bool:
 
 
 def disturb(fleet: Server, name: str, number: int) -> dict[str, Assembled]:
-    """Run all bodies at once, signal the process when each of them has begun; what the clients have at the end."""
+    """Run all bodies at once, signal the process when each of them has begun; what the clients have at the end.
+
+    A request that comes while the process is away waits for its successor and is served, too.
+    """
     pid, log_len, prefilled = fleet.pids()[name], len(fleet.log), metric(fleet, "num_prefill_tokens_total")
-    begun = threading.Barrier(len(BODIES), action=lambda: fleet.kill(name, number))
+    late: list[Future[httpx.Response]] = []
+
+    def strike() -> None:
+        fleet.kill(name, number)
+        late.append(pool.submit(post, fleet.url, "/v1/completions", completion_body("and another", max_tokens=5)))
+
+    begun = threading.Barrier(len(BODIES), action=strike)
 
     def on_event(number: int) -> None:
         if number == KILL_AT:
@@ -88,8 +97,11 @@ def disturb(fleet: Server, name: str, number: int) -> dict[str, Assembled]:
     def one(body: dict[str, Any]) -> Assembled:
         return stream(fleet.url, body, on_event=on_event)
 
-    with ThreadPoolExecutor(len(BODIES)) as pool:
+    with ThreadPoolExecutor(len(BODIES) + 1) as pool:
         found = dict(zip(BODIES, pool.map(one, BODIES.values()), strict=True))
+    reply = late[0].result()
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["usage"]["completion_tokens"] == 5
     fleet.wait_replaced(name, pid)
     # The streams were still open when it died: they were submitted, or computed, again.
     if name == "tokenizer-0":
