@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from bench import servers
+from bench.gpu_gaps import gap_line
 from bench.gpu_shapes import Load, prompts
 
 
 def serve_table(folder: Path, shape: dict[str, Any], load: Load, device: str, log: Path) -> list[dict[str, Any]]:
-    """Requests per second of the server, without and with a shared prefix."""
+    """Requests per second of the server, without and with a shared prefix; then the gap between its steps."""
     flags = ["--load-format", "dummy", "--dtype", "bfloat16", "--device", device]
     if device == "cpu":
         flags += ["--worker-path", "generic", "--max-total-tokens", "4096"]
@@ -24,7 +25,22 @@ def serve_table(folder: Path, shape: dict[str, Any], load: Load, device: str, lo
             asyncio.run(flush(running.url))
             took, tokens = asyncio.run(send_all(running.url, ids, load))
             out.append(line("quintet", shared, len(ids), took, tokens))
+        ids = prompts(load, shape["vocab_size"], False)[: load.concurrency]
+        out.append({"server": "quintet, profiled", **asyncio.run(gaps(running.url, ids, load, folder / "profile"))})
     return out
+
+
+async def gaps(url: str, ids: list[list[int]], load: Load, traces: Path) -> dict[str, Any]:
+    """How long the device waits between steps while it answers ``ids``, from a profile of the worker."""
+    import aiohttp
+
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300), raise_for_status=True) as session:
+        async with session.post(url + "/start_profile", json={"output_dir": str(traces)}):
+            pass
+        await send_all(url, ids, load)
+        async with session.post(url + "/stop_profile") as response:
+            trace = Path((await response.json())["message"])
+    return gap_line(trace)
 
 
 def line(name: str, shared: bool, count: int, took: float, tokens: int) -> dict[str, Any]:

@@ -112,7 +112,8 @@ class WorkerLoop:
             return
         self._pulse.busy_since = time.time()
         idle_s = time.perf_counter() - self._idle_from
-        result = self._executor.execute(batch, idle_s)
+        with self._profiler.step(batch.step):
+            result = self._executor.execute(batch, idle_s)
         self._send(result)
         if self._context.trace is not None:
             prefill = int(unpack_i32(batch.num_tokens).sum())

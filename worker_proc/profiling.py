@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from common.errors import RequestError
+
+STEP_NAME = "quintet step "
+"""A trace has one annotation of this name and the step's number for each step; ``bench/gpu_gaps.py`` reads them."""
 
 
 class Profiler:
@@ -44,6 +48,15 @@ class Profiler:
         self._profile = profiler.profile(activities=activities)
         self._profile.start()
         return f"profiling into {self._directory}"
+
+    def step(self, number: int) -> AbstractContextManager[Any]:
+        """Around a step: marks it in the trace, if one is recorded."""
+        if self._profile is None:
+            return nullcontext()
+        from torch.profiler import record_function
+
+        marked: AbstractContextManager[Any] = record_function(f"{STEP_NAME}{number}")
+        return marked
 
     def stop(self) -> str:
         """End recording, write ``worker-<pid>-<time>.json`` and name it. ``RequestError`` 409 if none is running."""
