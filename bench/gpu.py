@@ -4,8 +4,9 @@
     python -m bench.gpu --dry-run    # the script itself, tiny sizes on the CPU under Triton's interpreter
 
 Parts: ``compile`` (bench/gpu_compile.py), ``check`` (the kernels' tests, on the device), ``kernels`` and ``steps``
-against their floors, ``serve`` (the workload over HTTP, and the gap between steps in a profile of it), ``transformers`` (its continuous batching on the same
-work). A part that fails is reported and the next begins; one that would begin past --budget is left out and named.
+against their floors, ``serve`` (the workload over HTTP, and the gap between steps in a profile of it),
+``transformers`` (its continuous batching on the same work). A part that fails is reported and the next begins; one
+that would begin past --budget is left out and named.
 The last line is one JSON object. Times of a dry run say nothing about anything.
 """
 
