@@ -1,5 +1,5 @@
-"""Garbage at every socket of a running server, and more requests than it takes: streams go on, what is refused is
-refused at once, it is counted, and memory stays where it was."""
+"""Garbage at every socket of a running server, more requests than it takes, and requests that kill its worker: the
+streams of others go on, what is refused is refused at once, it is counted, and memory stays where it was."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import zmq
 
 from common.channels import MAX_MESSAGE_BYTES
 from tests.integration.client import completion_body, stream
+from tests.integration.fakes.launch_no_model import POISON, make_folder
 from tests.integration.fakes.launch_no_model import __file__ as no_model
-from tests.integration.fakes.launch_no_model import make_folder
 from tests.integration.server import Server, eventually
 from tests.wire.samples import SAMPLES
 
@@ -31,12 +31,15 @@ GROWTH_BYTES = 96 << 20
 
 MAX_RUNNING, MAX_QUEUED = 4, 4
 FLOOD = 64
+MAX_RESTARTS = 2
+"""As many as a request that kills the worker causes before it is found out."""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = make_folder(tmp_path_factory.mktemp("garbage") / "tiny")
     bounds = ["--max-running-requests", str(MAX_RUNNING), "--max-queued-requests", str(MAX_QUEUED)]
+    bounds += ["--max-restarts", str(MAX_RESTARTS)]
     one = Server(["--model", str(folder), "--load-format", "dummy", *bounds], script=Path(no_model))
     try:
         yield one.wait_ready()
@@ -152,3 +155,25 @@ def test_a_flood_is_refused_at_the_queues_bound_and_who_runs_goes_on(server: Ser
     assert {(reply.status_code, reply.headers["retry-after"]) for reply in refused} == {(503, "1")}
     assert {reply.json()["error"]["code"] for reply in refused} == {"queue_full"}
     assert f"--max-queued-requests is {MAX_QUEUED}" in refused[0].json()["error"]["message"]
+
+
+def test_a_request_that_kills_the_worker_fails_alone_and_its_crashes_do_not_count(server: Server) -> None:
+    bodies = [completion_body(f"to be or not {number}", max_tokens=100) for number in range(MAX_RUNNING - 1)]
+    expected = [stream(server.url, body) for body in bodies]
+    before = server.log.count("worker-0 started")
+    begun = threading.Barrier(MAX_RUNNING)
+
+    def on_event(number: int) -> None:
+        if number == 1:
+            begun.wait(30)
+
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        others = [pool.submit(stream, server.url, body, on_event=on_event) for body in bodies]
+        begun.wait(30)
+        asked = {"text": "hi", "rid": POISON, "sampling_params": {"max_new_tokens": 60, "ignore_eos": True}}
+        reply = httpx.post(server.url + "/generate", json=asked, timeout=60)
+        assert reply.status_code == 500 and reply.json()["error"]["code"] == "worker_crash", reply.text
+        assert [one.result() for one in others] == expected
+    assert server.log.count("worker-0 started") == before + MAX_RESTARTS
+    server.wait_replaced("worker-0", server.kill("worker-0"))
+    assert stream(server.url, bodies[0]) == expected[0]

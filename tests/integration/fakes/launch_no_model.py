@@ -1,12 +1,14 @@
 """launch.py with everything real but the worker: quick to start where the model is not what is tested.
 
 The worker is the scheduler tests' own: it checks that every cell it attends to was written, and its tokens depend on
-all that came before, so streams can be compared. A step takes ``STEP_S``.
+all that came before, so streams can be compared. A step takes ``STEP_S``, and the request ``POISON`` kills it.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -14,12 +16,15 @@ from pathlib import Path
 import launch
 from common.process import ProcessContext, run
 from launcher.children import Command, Spec, package_command
-from scheduler_proc.fakes import FakeWorker
+from scheduler_proc.fakes import FakeWorker, WorkerCrash
 from tests.unit.text_tokenizers import CHAT_TEMPLATE, byte_level_json
 
 STEP_S = 0.004
 CONTEXT_LEN = 2048
 VOCAB_SIZE = 420
+POISON = "poison"
+"""rid of a request that ends the worker, as the kernel would end it, where ``POISON_AT`` is computed."""
+POISON_AT = 30
 ME = Path(__file__)
 
 
@@ -39,8 +44,9 @@ def worker(context: ProcessContext) -> None:
     inbox, results = context.channels.receiver("worker-0"), context.channels.sender("scheduler-work")
     limit = context.config.model.context_length or CONTEXT_LEN
     fake = FakeWorker(
-        num_pages=1024, context_len=limit, vocab_size=VOCAB_SIZE, max_slots=128, generation=context.generation
-    )
+        num_pages=1024, context_len=limit, vocab_size=VOCAB_SIZE, max_slots=128, generation=context.generation,
+        poison={POISON: POISON_AT},
+    )  # fmt: skip
     results.send(fake.ready())
     turns = 0
     while not context.stopping:
@@ -49,7 +55,11 @@ def worker(context: ProcessContext) -> None:
         for message in inbox.receive(1):
             turns += 1
             time.sleep(STEP_S)
-            for answer in fake.handle(message):
+            try:
+                answers = fake.handle(message)
+            except WorkerCrash:
+                os.kill(os.getpid(), signal.SIGKILL)
+            for answer in answers:
                 results.send(answer)  # type: ignore[arg-type]
 
 
