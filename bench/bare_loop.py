@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import resource
 import statistics
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import serve_bench, servers
+from bench import load, serve_bench, servers
 from bench.serve_bench import Options
 from common.messages import ForwardBatch, WorkerReady
 from common.trace import SchedulerStep
@@ -69,17 +68,10 @@ def serve_case(model: str, case: str, folder: str) -> tuple[dict[str, Any], Reco
     with servers.serve(servers.quintet("--trace", folder, model=model)) as server:
         warm_up = Options(server.url, "default", workload, concurrency, concurrency, seed=99)
         asyncio.run(serve_bench.run(warm_up))
-        before, own_before, began = server.cpu_seconds(), _own_cpu(), time.time()
-        run = asyncio.run(serve_bench.run(Options(server.url, "default", workload, concurrency, n, warmup=0)))
-        own, after = _own_cpu() - own_before, server.cpu_seconds()
-    if run.errors:
-        raise RuntimeError(f"{len(run.errors)} requests failed, first: {run.errors[0]}")
-    summary = serve_bench.summary(run)
-    tokens = sum(reply.completion_tokens for reply in run.replies)
-    used = {name: after[name] - before.get(name, 0.0) for name in after} | {"load generator": own}
-    summary["cpu_s_per_1000_tokens"] = {name: round(1000 * value / tokens, 3) for name, value in used.items()}
-    summary["tokens"] = tokens
-    return summary, read_batches(folder, began)
+        served = load.put(server, Options(server.url, "default", workload, concurrency, n, warmup=0))
+    if served.run.errors:
+        raise RuntimeError(f"{len(served.run.errors)} requests failed, first: {served.run.errors[0]}")
+    return served.summary | {"tokens": served.tokens}, read_batches(folder, served.began)
 
 
 def read_batches(folder: str, began: float) -> Recording:
@@ -130,11 +122,6 @@ def fast_runner(model: str, recording: Recording) -> ModelRunner:
         raise SystemExit(runner)
     runner.allocate(recording.num_pages)
     return runner
-
-
-def _own_cpu() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def main() -> int:

@@ -14,9 +14,7 @@ last line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -24,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import serve_bench, servers, workloads
+from bench import load, servers, workloads
 from bench.serve_bench import Options
 from bench.servers import Running, ServerSpec
 
@@ -61,17 +59,11 @@ Results = dict[str, dict[str, list[dict[str, Any]]]]
 
 def run_case(server: Running, case: Case) -> dict[str, Any]:
     """One workload on one server; the summary with CPU seconds per 1,000 output tokens by process."""
-    before, own_before = server.cpu_seconds(), _own_cpu()
     options = Options(server.url, server.spec.model, case.workload, case.concurrency, case.n, label=server.spec.name)
-    run = asyncio.run(serve_bench.run(options))
-    own, after = _own_cpu() - own_before, server.cpu_seconds()
-    summary = serve_bench.summary(run)
-    for error in run.errors[:3]:
+    found = load.put(server, options)
+    for error in found.run.errors[:3]:
         print(f"{server.spec.name} {case.name}: {error}", file=sys.stderr)
-    tokens = max(1, sum(reply.completion_tokens for reply in run.replies))
-    used = {name: after[name] - before.get(name, 0.0) for name in after} | {"load generator": own}
-    summary["cpu_s_per_1000_tokens"] = {name: round(1000 * value / tokens, 3) for name, value in used.items()}
-    return summary
+    return found.summary
 
 
 def run_round(specs: list[ServerSpec], cases: list[Case], results: Results, log_path: str) -> None:
@@ -137,11 +129,6 @@ def specs_from(args: argparse.Namespace) -> list[ServerSpec]:
     if args.llama_server:
         specs.append(servers.llama_cpp(args.llama_server, args.gguf))
     return specs
-
-
-def _own_cpu() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def main() -> int:
