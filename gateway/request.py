@@ -85,7 +85,7 @@ class OpenRequest:
         self.exchange = exchange
         self.choice = choice
         self.discard_output = discard_output
-        """The one token generated is not shown: ``echo`` with ``max_tokens`` 0 asks for the prompt alone."""
+        """The one token generated is not shown: ``max_new_tokens`` 0 asks for the prompt to be computed and no more."""
         self.internal = internal
         """A health check: no traffic of a client's."""
         self.tokenizer = 0
@@ -173,7 +173,7 @@ class OpenRequest:
         if finish is not None or row.completion_tokens > self.completion_tokens:
             self.completion_tokens = max(row.completion_tokens, self.num_ids)
         if self.discard_output:
-            text, ids, logprobs = "", b"", []
+            text, ids, logprobs, starts = "", b"", [], b""
             self.completion_tokens = 0
             if finish is not None and finish.reason == "stop":
                 finish = Finish(reason="length")

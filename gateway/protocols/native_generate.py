@@ -274,13 +274,13 @@ def _prompt_params(native: NativeSampling, ask: LogprobAsk, model: TokenizerRead
     fields = _fields(native)
     asked = DEFAULT_MAX_NEW_TOKENS if native.max_new_tokens is None else native.max_new_tokens
     sampling = sampling_params(fields, model, max_tokens=asked, logprobs=ask.num_top if ask.wanted else None)
-    sampling = msgspec.structs.replace(
-        sampling,
-        max_tokens=max(1, asked),  # one token is always run
-        prompt_logprobs=ask.num_top if ask.start >= 0 else None,
-    )
+    if ask.start >= 0:
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=ask.num_top)
+    unshown = asked == 0 and ask.start < 0
+    if unshown:  # one token is run, so that the prompt is computed, and in the cache
+        sampling = msgspec.structs.replace(sampling, max_tokens=1)
     constraint = grammar.translate(fields)
-    return PromptParams(sampling, text_params(fields), constraint, native.sampling_seed, discard_output=asked == 0)
+    return PromptParams(sampling, text_params(fields), constraint, native.sampling_seed, discard_output=unshown)
 
 
 def _rids(rids: list[str], num_prompts: int, n: int) -> list[str]:

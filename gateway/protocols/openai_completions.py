@@ -9,7 +9,7 @@ from fastapi import Request, Response
 from pydantic import Field, PlainValidator, WithJsonSchema
 
 from common.errors import RequestError
-from common.messages import IdsPrompt, Prompt, SamplingParams, TextPrompt, TokenizerReady, pack_i32
+from common.messages import IdsPrompt, Prompt, TextPrompt, TokenizerReady, pack_i32
 from gateway import grammar
 from gateway.fields import MAX_LOGPROBS, GenerationFields, check_id, sampling_params, text_params
 from gateway.protocols.common import (
@@ -107,19 +107,20 @@ async def completions(request: Request, deps: Deps) -> Response:
             code="invalid_value",
         )
     sampling = sampling_params(body, model, max_tokens=max_tokens, logprobs=body.logprobs)
-    sampling = _for_echo(sampling, body, max_tokens)
+    if body.echo:
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.logprobs)
+    text = msgspec.structs.replace(text_params(body), starts=body.logprobs is not None)
     plan = Plan(
         call_id=new_generate_id("cmpl-"),
         prompts=engine_prompts(body.prompt, model, body.add_special_tokens is not False),
         n=n,
         seed=body.seed,
         sampling=sampling,
-        text=text_params(body),
+        text=text,
         grammar=grammar.translate(body),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         timeout_s=body.timeout,
-        discard_output=max_tokens == 0,
     )
     exchange = plan.exchange(deps)
     options = body.stream_options
@@ -134,15 +135,6 @@ async def completions(request: Request, deps: Deps) -> Response:
         continuous_usage=bool(options and options.continuous_usage_stats),
     )
     return EngineReply(deps.engine, exchange, formatter, stream=bool(body.stream))
-
-
-def _for_echo(sampling: SamplingParams, body: CompletionBody, max_tokens: int) -> SamplingParams:
-    """With echo, log-probabilities are those of the prompt's tokens too; one token is always run."""
-    return msgspec.structs.replace(
-        sampling,
-        max_tokens=max(1, max_tokens),
-        prompt_logprobs=body.logprobs if body.echo else None,
-    )
 
 
 async def _echo_texts(prompts: list[str] | list[list[int]], deps: Deps) -> list[str]:

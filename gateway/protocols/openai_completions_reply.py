@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from common.messages import TokenLogprob
+from common.messages import TokenLogprob, unpack_i32
 from gateway.protocols.common import by_choice, usage, why
 from gateway.protocols.openai_chat_reply import DONE, json_logprob
 from gateway.request import Delta, Exchange
@@ -128,24 +128,21 @@ class LogprobTable:
     """Log-probabilities of one choice in the completions form.
 
     ``text_offset`` is the number of characters of the reply's text before each token: a token that
-    ends within a character begins where that character does. A beginning-of-sequence token that is
-    in the prompt's ids but not in its text takes no room.
+    ends within a character begins where that character does, and one that the text does not show takes no
+    room. For the output the detokenizer says so (``TextRow.starts``).
     """
 
     def __init__(self, prompt_text: str, num_top: int) -> None:
         self._prompt_text = prompt_text
         self._num_top = num_top
-        self._offset = len(prompt_text)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, delta: Delta) -> dict[str, list[Any]]:
         """The table of a delta's tokens (of the prompt first, where they came with it)."""
         table = empty_table()
         if delta.prompt_logprobs:
             self._add_prompt(table, delta.prompt_logprobs)
-        for item in delta.logprobs:
-            self._add(table, item, self._offset)
-            self._offset += len(self._decoder.decode(item.data))
+        for item, start in zip(delta.logprobs, unpack_i32(delta.starts).tolist(), strict=True):
+            self._add(table, item, len(self._prompt_text) + start)
         return table
 
     def _add_prompt(self, table: dict[str, list[Any]], items: list[TokenLogprob]) -> None:
@@ -168,7 +165,10 @@ class LogprobTable:
     def _add(self, table: dict[str, list[Any]], item: TokenLogprob, offset: int) -> None:
         table["tokens"].append(item.token)
         table["token_logprobs"].append(json_logprob(item.logprob))
-        top = {token: json_logprob(logprob) for token, _, logprob in item.top}
+        top: dict[str, float | None] = {}
+        for token, _, logprob in item.top:
+            # Tokens that are parts of characters read alike: the likeliest of them is shown.
+            top.setdefault(token, json_logprob(logprob))
         if self._num_top:
             top.setdefault(item.token, json_logprob(item.logprob))
         table["top_logprobs"].append(top or None)

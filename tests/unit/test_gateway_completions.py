@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from bench.fake_engine import Script
-from common.messages import Finish, IdsPrompt, TextPrompt, pack_i32
+from common.messages import Finish, IdsPrompt, TextPrompt, TokenLogprob, pack_i32
+from gateway.protocols.openai_completions_reply import LogprobTable
+from gateway.request import Delta
 from tests.unit.gateway_live import Live, events, live_gateway
 
 
@@ -134,6 +136,15 @@ def test_logprobs_0_gives_the_chosen_tokens_alone(live: Live) -> None:
     assert table["token_logprobs"] == [-0.5] * 3
     assert table["text_offset"] == [0, 3, 5]
     assert table["top_logprobs"] == [None] * 3
+
+
+def test_of_tokens_that_read_alike_the_likeliest_is_in_the_table() -> None:
+    broken = [("\ufffd", b"\xe2", -0.5), ("a", b"a", -1.5), ("\ufffd", b"\xf0", -2.5)]
+    item = TokenLogprob("\ufffd", b"\xf0", -2.5, broken, 7)
+    delta = Delta(0, "", pack_i32([7, 7]), [item, item], [], None, pack_i32([0, 1]))
+    table = LogprobTable("abc", 3).take(delta)
+    assert [list(top.items()) for top in table["top_logprobs"]] == [[("\ufffd", -0.5), ("a", -1.5)]] * 2
+    assert (table["token_logprobs"], table["text_offset"]) == ([-2.5] * 2, [3, 4])
 
 
 def test_native_generate_has_sglangs_form(live: Live) -> None:

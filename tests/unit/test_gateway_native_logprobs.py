@@ -116,6 +116,12 @@ def test_no_new_tokens_give_the_prompts_log_probabilities_alone(live: Live, stre
         assert bool(last[index]["text"]) is bool(num)
 
 
+def test_no_new_tokens_and_no_log_probabilities_compute_the_prompt_for_the_cache(live: Live) -> None:
+    reply = live.post("/generate", {"text": "hi", "sampling_params": {"max_new_tokens": 0}}).json()
+    assert (reply["text"], reply["output_ids"], reply["meta_info"]["completion_tokens"]) == ("", [], 0)
+    assert live.engine.generates[-1].sampling.max_tokens == 1, "the scheduler would leave the prompt alone"
+
+
 def test_a_bias_reaches_the_engine(live: Live) -> None:
     live.post("/generate", {"text": "a", "sampling_params": {"logit_bias": {"5": -100}}})
     assert live.engine.generates[-1].sampling.logit_bias == {5: -100.0}
