@@ -1,6 +1,6 @@
 """uvicorn, with the bounds an open port needs and without its signal handlers.
 
-* A connection must send a request's headers within ``HEADER_TIMEOUT_S``.
+* A connection must send a request's headers within ``HEADER_TIMEOUT_S``, and no more than ``MAX_HEADER_BYTES`` of them.
 * Above ``max_connections`` a request is answered 503 and its connection closed; above twice that
   a connection is closed unread.
 * The reply can end the connection at once (a client that does not read).
@@ -24,11 +24,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from common.config import HttpConfig
 from common.errors import ConfigError
+from common.messages import ErrorInfo
 from gateway.edge import OVER_LIMIT_SCOPE_KEY
+from gateway.errors import error_json
 from gateway.old_clients import head_without_offer, unframed
 from gateway.respond import ABORT_SCOPE_KEY, WRITER_SCOPE_KEY
 
 HEADER_TIMEOUT_S = 30.0
+MAX_HEADER_BYTES = 64 << 10
+"""Of a request's target and headers together; more are 431. httptools would take any number in."""
 KEEP_ALIVE_S = 75
 """An idle connection is kept this long between requests."""
 UNREAD_TIMEOUT_S = 75
@@ -66,6 +70,10 @@ class ChunkWriter:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
+class _HeadTooLarge(Exception):
+    """Raised in a callback of the parser, which stops there."""
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol with a header deadline and a bound on connections."""
 
@@ -76,6 +84,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.access_log = False  # uvicorn's line holds the query, and a query may hold a key; see edge.py
         self._header_timer: asyncio.TimerHandle | None = None
+        self._num_head_bytes = 0
+        """Read of a head that is not complete."""
         self._offering = b""
         """The method of a request that offers to switch protocols, until it is parsed again."""
         self._cycles: list[RequestResponseCycle] = []
@@ -104,16 +114,24 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Bytes of requests. One that offers to switch protocols is parsed again without the offer."""
         self._unset_keepalive_if_required()
+        in_head = self._header_timer is not None
         while data:
             try:
                 self.parser.feed_data(data)
+                if in_head and self._header_timer is not None:
+                    self._num_head_bytes += len(data)
+                    if self._num_head_bytes > MAX_HEADER_BYTES:
+                        self._refuse_head()
             except httptools.HttpParserUpgrade as offer:
                 head = head_without_offer(self._offering, self.url, self.scope["http_version"], self.headers)
                 self._offering = b""
                 self.parser = httptools.HttpRequestParser(self)
                 data = head + data[offer.args[0] :]
-            except httptools.HttpParserError:
-                self.send_400_response("Invalid HTTP request received.")
+            except httptools.HttpParserError as error:
+                if isinstance(error.__context__, _HeadTooLarge):
+                    self._refuse_head()
+                else:
+                    self.send_400_response("Invalid HTTP request received.")
                 return
             else:
                 return
@@ -129,6 +147,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """A request's headers are all there."""
+        self._num_head_bytes = 0
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
+            raise _HeadTooLarge
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
             self._offering = self.parser.get_method()  # the parser goes no further: see ``data_received``
             self.scope["http_version"] = self.parser.get_http_version()
@@ -153,6 +174,13 @@ class BoundedProtocol(HttpToolsProtocol):
         if cycle.scope["http_version"] == "1.0":
             app = unframed(app, cycle)
         super()._start_asgi_task(cycle, app)
+
+    def _refuse_head(self) -> None:
+        words = f"the request's headers are larger than {MAX_HEADER_BYTES} bytes"
+        body = error_json(ErrorInfo(status=431, message=words, code="headers_too_large"))
+        head = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+        self.transport.write(head + b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        self.transport.close()
 
     def _start_header_timer(self) -> None:
         self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._headers_late)

@@ -133,6 +133,50 @@ def test_headers_that_do_not_come_close_the_connection(monkeypatch: pytest.Monke
         assert pair.chat().status_code == 200
 
 
+def refusal(connection: socket.socket) -> bytes:
+    """What a connection is told before it is closed; a reset on what it still sends is no matter."""
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):
+        while more := connection.recv(65536):
+            answer += more
+    connection.close()
+    return answer
+
+
+@pytest.mark.parametrize("where", ["a header", "many headers", "the target"])
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_headers_above_the_bound_are_431(live: Live, where: str, is_complete: bool) -> None:
+    size = server.MAX_HEADER_BYTES
+    head = {
+        "a header": b"GET /health HTTP/1.1\r\nX-A: " + b"a" * size,
+        "many headers": b"GET /health HTTP/1.1\r\n" + b"X-A: 0123456789\r\n" * (size // 12),
+        "the target": b"GET /health?" + b"a" * size + b" HTTP/1.1",
+    }[where]
+    connection = socket.create_connection(("127.0.0.1", live.gateway.port), timeout=10)
+    connection.sendall(head[:-100])
+    if is_complete:
+        connection.sendall(head[-100:] + b"\r\n\r\n")
+    else:
+        for _ in range(300):  # what is refused is not taken in for ever
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(head[:1].replace(b"G", b"b") * 4096)
+    answer = refusal(connection)
+    assert not answer or (b" 431 " in answer and b"headers_too_large" in answer)
+    assert answer or not is_complete, "a client that goes on sending may miss the answer"
+    eventually(lambda: live.gateway.gateway.server.num_connections <= 2, "it is closed")
+    assert live.chat().status_code == 200
+
+
+def test_headers_within_the_bound_are_taken_in_any_pieces(live: Live) -> None:
+    value = b"a" * (server.MAX_HEADER_BYTES - 4096)
+    with socket.create_connection(("127.0.0.1", live.gateway.port), timeout=10) as connection:
+        for _ in range(2):
+            request = b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: " + value + b"\r\n\r\n"
+            for at in range(0, len(request), 7001):
+                connection.sendall(request[at : at + 7001])
+            assert b" 200 " in connection.recv(65536)
+
+
 def test_garbage_on_the_port_is_400_and_harms_nobody(live: Live) -> None:
     for garbage in (b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n"):
         connection = socket.create_connection(("127.0.0.1", live.gateway.port), timeout=10)
