@@ -30,6 +30,7 @@ from tokenizer_proc.control_tokens import check_text
 from tokenizer_proc.encoder import TextEncoder
 from tokenizer_proc.grammar_check import GrammarChecker
 from tokenizer_proc.model_info import ModelInfo
+from tokenizer_proc.sampling_check import check_sampling
 
 _TURN_ENDS = (
     "<|im_end|>",
@@ -95,6 +96,8 @@ class Preparer:
                 code="empty_prompt",
             )
         sampling = message.sampling
+        check_sampling(sampling, self.info.vocab_size)
+        self._given_ids(message.output_ids, "output_ids")
         self._check_ids(sampling.stop_token_ids, "stop_token_ids")
         self._check_ids(sampling.logit_bias, "logit_bias")
         for stop in message.text.stop:
