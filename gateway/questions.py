@@ -65,7 +65,10 @@ class Questions:
         reply: TextReply = await self._ask(self._tokenizers[index], request_id, message, "tokenizer", REPLY_TIMEOUT_S)
         if reply.error is not None:
             error = reply.error
-            raise RequestError(error.message, status=error.status, param=error.param, code=error.code)
+            raise RequestError(
+                error.message, status=error.status, param=error.param, code=error.code,
+                retry_after_s=error.retry_after_s,
+            )  # fmt: skip
         return reply
 
     async def _ask(self, sender: Sender, request_id: str, message: Message, role: str, wait_s: float) -> Any:
