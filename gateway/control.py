@@ -148,6 +148,7 @@ async def server_info(_: Request, deps: Deps) -> Response:
             "model": model,
             "engine": state,
             "scheduler": scheduler,
+            "internal_states": [scheduler],  # where SGLang's load generators look
         }
     )
 

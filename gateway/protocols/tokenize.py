@@ -13,6 +13,8 @@ from common.messages import ChatPrompt, Prompt, TextPrompt, pack_i32, unpack_i32
 from gateway.fields import Body, check_id
 from gateway.protocols.chat_messages import normalise
 from gateway.protocols.common import Deps, check_model, parse, read_json
+from gateway.protocols.tool_prompt import needs_spelling_out, spell_out
+from gateway.tool_parsers.registry import FALLBACK
 
 MAX_TEXTS = 256
 
@@ -78,10 +80,15 @@ async def tokenize(request: Request, deps: Deps) -> Response:
         if body.add_special_tokens is not None:
             words = "'add_special_tokens' is for 'prompt': a template adds its own"
             raise RequestError(words, param="add_special_tokens")
+        messages, tools = normalise(body.messages), body.tools
+        # As a chat would have it.
+        as_text = bool(tools) and deps.tools.planner(model).plan(tools).parser_name == FALLBACK
+        if needs_spelling_out(model.chat_template, messages, as_text):
+            messages, tools = spell_out(messages, tools or ()), None
         prompts = [
             ChatPrompt(
-                messages=normalise(body.messages),
-                tools=body.tools,
+                messages=messages,
+                tools=tools,
                 add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
                 continue_final_message=bool(body.continue_final_message),
                 template_kwargs=body.chat_template_kwargs or {},

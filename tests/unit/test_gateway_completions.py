@@ -259,6 +259,21 @@ def test_tokenize_and_back(live: Live) -> None:
     assert live.post("/tokenize", {}).status_code == 400
 
 
+def test_a_chat_is_tokenized_as_it_would_be_asked() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "noon"},
+    ]  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+    with live_gateway(engine_options={"chat_template": "{{ messages }}"}) as pair:  # it knows no tools
+        asked = {"messages": messages, "tools": tools}
+        tokens = pair.post("/tokenize", asked).json()["tokens"]
+        pair.post("/v1/chat/completions", asked)
+        assert "".join(map(chr, tokens)) == str(pair.engine.generates[-1].prompt)
+        assert pair.post("/tokenize", {**asked, "tools": [{"type": "function"}]}).status_code == 400
+
+
 def test_model_card(live: Live) -> None:
     card = live.client.get("/v1/models/SmolLM2-135M-Instruct").json()
     assert (card["object"], card["max_model_len"]) == ("model", 4096)
