@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from typing import Any
@@ -40,6 +41,38 @@ def test_auto_is_torch_on_a_cpu_and_others_are_refused_with_the_reason() -> None
         choose_backend("varlen", needs())
     with pytest.raises(ConfigError, match="heads of 576, at most 256"):
         choose_backend("triton", needs(specs=(LayerSpec(1, 576, 512),)))
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "chosen", "said"),
+    [
+        ((9, 0), {}, "triton", ""),
+        ((8, 0), {"kv_dtype": FP8}, "torch", "triton is not used: compute capability (8, 0) is below the (8, 9)"),
+        ((8, 9), {"kv_dtype": FP8}, "triton", ""),
+        ((9, 0), {"specs": (LayerSpec(1, 320, 320),)}, "torch", "triton is not used: heads of 320"),
+        ((7, 5), {"page_size": 256}, "torch", "varlen is not used: compute capability (7, 5) is below the (8, 0)"),
+        ((7, 5), {"dtype": torch.float16, "kv_dtype": torch.float16}, "triton", ""),
+    ],
+)
+def test_auto_goes_by_what_the_gpu_can_do_and_the_log_says_so(
+    capability: tuple[int, int], changes: dict[str, Any], chosen: str, said: str,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    caplog.set_level(logging.INFO)
+    assert choose_backend("auto", needs(device=torch.device("cuda"), **changes)).name == chosen
+    assert f"attention backend: {chosen}" in caplog.text and said in caplog.text
+
+
+def test_without_triton_a_gpu_has_varlen_where_the_pages_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cuda = torch.device("cuda")
+    assert choose_backend("varlen", needs(device=cuda, page_size=256)).name == "varlen", "forced, Triton or not"
+    monkeypatch.setattr("worker_proc.attention.choice.find_spec", lambda name: None)
+    assert choose_backend("auto", needs(device=cuda, page_size=256)).name == "varlen"
+    assert choose_backend("auto", needs(device=cuda)).name == "torch"
+    with pytest.raises(ConfigError, match="--attention-backend triton: the package triton is not installed"):
+        choose_backend("triton", needs(device=cuda))
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter is for machines without a GPU")

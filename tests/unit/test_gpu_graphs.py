@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import ConfigError
 from common.flags import build
@@ -88,6 +89,35 @@ def test_a_whole_model_through_graphs_gives_transformers_tokens() -> None:
     runner.record_graphs(4, capture, lambda line: None)
     assert run_greedy(runner, new_sequences(prompts), chunk=1000) == expected
     assert capture.replays == 5, "every step but the prompts'"
+
+
+class Operations(TorchDispatchMode):
+    """Names of torch's operations within the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
+def test_a_decode_step_asks_the_device_nothing(experts: str) -> None:
+    """No value comes back to the host within it, so the host is ahead of the GPU and a graph can hold it. Experts one
+    by one do ask, which shows that this test would notice."""
+    pytest.importorskip("triton")
+    model = tiny_model("mixtral")
+    del model.model.layers[1:]
+    model.config.num_hidden_layers = 1
+    model.set_experts_implementation(experts)
+    runner = GenericRunner(model, PAGE, attention="triton")
+    runner.allocate(4)
+    with torch.inference_mode(), Operations() as seen:
+        runner._decode(StaticInputs.create(2, 2, torch.device("cpu")))
+    asking = {"nonzero", "_local_scalar_dense", "item", "masked_select", "_unique2"} & seen.names
+    assert ("linear" in seen.names or "mm" in seen.names) and bool(asking) == (experts == "eager")
 
 
 def test_a_backend_that_works_on_the_host_stays_without_graphs(caplog: pytest.LogCaptureFixture) -> None:

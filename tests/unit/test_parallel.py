@@ -22,8 +22,10 @@ from common.config import ServerConfig
 from common.errors import ConfigError, InvariantError
 from common.messages import RankStep
 from common.process import ProcessContext
+from worker_proc.loading import choose_device
 from worker_proc.loop import Pulse
 from worker_proc.parallel.follower import FollowerLoop, unpack_step
+from worker_proc.parallel.group import Membership, RankGroup
 from worker_proc.parallel.leader import LeadingRunner
 from worker_proc.parallel.plan import make_plan
 from worker_proc.parallel.shares import Cut, balanced, head_share
@@ -184,6 +186,28 @@ def test_checkpoint_tensors_that_are_joined_are_cut_one_by_one() -> None:
         cut_before(Convert("both", ["gate", "up"], [Chunk(dim=0)]), packed, "gate")
     with pytest.raises(ConfigError, match="joins 3 checkpoint tensors, split as 2"):
         cut_before(Convert(["q", "k", "v"], "qkv", [Concatenate(dim=0)]), packed, "qkv")
+
+
+# --------------------------------------------------------------------------- devices
+
+
+def test_each_rank_has_its_own_gpu_and_nccl_between_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: dict[str, Any] = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: started.update(current=device))
+    monkeypatch.setattr(torch.distributed, "FileStore", lambda *where: where)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **how: started.update(how, of=backend))
+    member = Membership(1, 2, 5, tmp_path, 30.0)
+    device = choose_device("auto", member)
+    RankGroup(member, device)
+    assert device == started["device_id"] == started["current"] == torch.device("cuda", 1)
+    assert (started["of"], started["rank"], started["world_size"]) == ("nccl", 1, 2)
+    assert started["store"] == (str(tmp_path / "ranks-5"), 2), "each start of the group meets at a place of its own"
+    RankGroup(member, torch.device("cpu"))
+    assert (started["of"], started["device_id"]) == ("gloo", None)
+    with pytest.raises(ConfigError, match="--tp-size 3: torch sees 2 CUDA devices, and each rank needs its own"):
+        choose_device("auto", Membership(0, 3, 0, tmp_path, 30.0))
 
 
 # --------------------------------------------------------------------------- rank 0 and the others

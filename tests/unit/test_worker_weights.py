@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from common.config import ModelConfig, ServerConfig
+from common.errors import ConfigError
 from tests.integration.tiny_models import CONFIGS, tiny_model
 from worker_proc.loading import load_model
 from worker_proc.parallel.shares import balanced
@@ -115,3 +116,12 @@ def test_of_a_split_checkpoint_the_device_gets_the_ranks_part(folder: Path) -> N
     assert model.lm_head.weight.shape == (211 - 105, 48)
     assert model.model.layers[2].mlp.down_proj.weight.shape == (48, 96 - 32)
     assert peak <= 4 * 211 * 48, "one tensor of the file as it is mapped; test_parallel.py counts what is read of it"
+
+
+def test_quantized_weights_are_not_split(folder: Path) -> None:
+    hf_config = hf.AutoConfig.from_pretrained(folder)
+    hf_config.quantization_config = {"quant_method": "fp8"}
+    config = ServerConfig(model_dir=str(folder))
+    group: Any = OneOfTwo()
+    with pytest.raises(ConfigError, match="--tp-size 2: weights quantized by 'fp8' cannot be split; use --tp-size 1"):
+        load_model(config, hf_config, torch.bfloat16, META, group, print)

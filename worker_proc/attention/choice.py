@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 LEAST_CAPABILITY = {torch.bfloat16: (8, 0), FP8: (8, 9)}
 """CUDA compute capability below which Triton has no conversions of a dtype; (7, 0) for all others."""
+VARLEN_CAPABILITY = (8, 0)
+"""Compute capability below which the kernel behind torch's varlen attention is not there."""
 MOST_HEAD_DIM = 256
 ORDER = ("triton", "varlen")
 """Tried in this order on a GPU; torch where neither can."""
@@ -64,6 +66,9 @@ def refusal(name: str, needs: AttentionNeeds) -> str:
             return "torch.nn.attention.varlen runs on CUDA only"
         if find_varlen() is None:
             return f"torch {torch.__version__} has no torch.nn.attention.varlen with block tables"
+        capability = torch.cuda.get_device_capability(needs.device)
+        if capability < VARLEN_CAPABILITY:
+            return f"compute capability {capability} is below the {VARLEN_CAPABILITY} of its kernels"
         return varlen_refusal(needs.specs, needs.page_size, needs.dtype, needs.kv_dtype)
     return "" if name == "torch" else "unknown; there are torch, triton and varlen"
 

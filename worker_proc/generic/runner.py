@@ -57,6 +57,7 @@ class GenericRunner:
         check_supported(type(model), text_config, limit)
         self._model = model
         self.device: torch.device = model.device
+        self._io = make_io(self.device)
         self.name = "generic-torch"
         self.page_size = page_size
         self.dtype = str(model.dtype).removeprefix("torch.")
@@ -115,7 +116,7 @@ class GenericRunner:
             try:
                 self._graphs = DecodeGraphs(
                     self._decode, most_rows, self._context_length, self.page_size, self._num_pages,
-                    make_io(self.device), capture, progress,
+                    self._io, capture, progress,
                 )  # fmt: skip
             except RuntimeError as error:
                 log.warning("no CUDA graphs, the model's forward cannot be recorded: %s", error)
@@ -138,14 +139,10 @@ class GenericRunner:
                 logits = self._graphs.run(batch)
                 return logits.numpy() if self.device.type == "cpu" else logits
             self._attention.begin_step(batch)
-            keep = torch.from_numpy(batch.logit_rows.astype(np.int64)).to(self.device)
+            keep = self._io.upload(batch.logit_rows.astype(np.int64))
             kwargs = {"logits_to_keep": keep} if self._keeps_logits else {}
-            output = self._model(
-                input_ids=torch.from_numpy(batch.ids.astype(np.int64)).to(self.device)[None],
-                position_ids=torch.from_numpy(batch.positions.astype(np.int64)).to(self.device)[None],
-                use_cache=False,
-                **kwargs,
-            )
+            tokens = self._io.upload(np.stack([batch.ids, batch.positions]).astype(np.int64))
+            output = self._model(input_ids=tokens[:1], position_ids=tokens[1:], use_cache=False, **kwargs)
             self._attention.end_step()
             logits = output.logits[0].float()
             if not self._keeps_logits:
