@@ -77,7 +77,11 @@ def test_a_default_out_of_range_ends_the_start_with_the_way_out(
 @pytest.mark.parametrize("parser", ["qwen3", "deepseek-r1"])
 def test_a_reasoning_block_that_closes_is_told_apart(server: Start, tmp_path: Path, parser: str) -> None:
     folder = make_scripted_folder(tmp_path / "model", "\n", "Ab</think>Yes")
-    one = server("--reasoning-parser", parser, "--chat-template", THINKING, model=folder)
+    template = THINKING
+    if parser == "qwen3":  # the other way to name one
+        template = str(tmp_path / "thinking.jinja")
+        Path(template).write_text(THINKING)
+    one = server("--reasoning-parser", parser, "--chat-template", template, model=folder)
     body = {"messages": USER, "temperature": 0, "max_tokens": 64}
     whole = httpx.post(one.url + "/v1/chat/completions", json=body, timeout=60).json()
     (choice,) = whole["choices"]
