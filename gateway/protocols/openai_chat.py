@@ -77,7 +77,7 @@ async def chat_completions(request: Request, deps: Deps) -> Response:
         max_tokens=_max_tokens(body),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    tools = list(body.tools or ()) if plan_tools.parser_name else None
+    tools = list(body.tools or ()) if plan_tools.tools else None
     if needs_spelling_out(model.chat_template, messages, tools is not None and plan_tools.parser_name == FALLBACK):
         messages, tools = spell_out(messages, tools or ()), None
     prompt = ChatPrompt(
@@ -174,7 +174,7 @@ def _reasoning(body: ChatBody, model: TokenizerReady) -> Reasoning | None:
 
 def _plan_tools(body: ChatBody, deps: Deps, model: TokenizerReady, reasoning: Reasoning | None) -> ToolPlan:
     if not body.tools and body.tool_choice in (None, "none", "auto"):
-        return ToolPlan()
+        return deps.tools.planner(model).without_tools()
     parallel = body.parallel_tool_calls is not False
     plan = deps.tools.planner(model).plan(
         body.tools, body.tool_choice, parallel, reasoning_end="" if reasoning is None else reasoning.end

@@ -11,7 +11,8 @@
 ============ ========================================================= =======================
 tool_choice  grammar                                                   parser
 ============ ========================================================= =======================
-none         none                                                      none
+none         none                                                      the family's, if it tells
+                                                                       reasoning too (gpt-oss)
 auto         from the family's opening mark on (``lazy_trigger``)      the family's
 required     one call of any function, or several with                 the family's
              ``parallel_tool_calls``
@@ -90,7 +91,7 @@ class ToolPlanner:
         self._check_names(functions)
         mode, chosen = _choice(tool_choice, [function.name for function in functions])
         if mode == "none":
-            return ToolPlan()
+            return self.without_tools()
         kept = [function for function in functions if function.name in chosen]
         plan_tools = tuple(tool for tool in tools or () if tool["function"]["name"] in chosen)
         several = parallel_tool_calls and mode != "named"
@@ -101,6 +102,14 @@ class ToolPlanner:
             tools=plan_tools,
             needs_special_tokens=create(self._family).needs_special_tokens,
         )
+
+    def without_tools(self) -> ToolPlan:
+        """The plan where nothing may be called: the text is content, except in a family whose every answer is written
+        in its own message format, which tells reasoning from content."""
+        parser = create(self._family)
+        if not parser.tells_reasoning:
+            return ToolPlan()
+        return ToolPlan(parser_name=self._family, needs_special_tokens=parser.needs_special_tokens)
 
     def _eager(self, functions: list[Function], several: bool, reasoning_end: str) -> Grammar:
         syntax = self._syntax

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from common.errors import RequestError
-from gateway.tool_parsers.base import collect
+from gateway.tool_parsers.base import ReasoningDelta, collect
 from gateway.tool_parsers.grammar import ToolPlan, ToolPlanner
 from gateway.tool_parsers.registry import PARSERS
 from gateway.tool_parsers.syntax import SYNTAX
@@ -116,6 +116,17 @@ def test_none_and_no_tools() -> None:
     assert _plan("hermes", None).parser_name == "hermes"
     assert ToolPlanner("").plan(TOOLS).parser_name == "hermes"
     assert _plan("mistral", "auto").needs_special_tokens and not _plan("hermes", "auto").needs_special_tokens
+
+
+def test_gpt_oss_tells_reasoning_from_content_without_tools() -> None:
+    text = "<|channel|>analysis<|message|>Short.<|end|><|start|>assistant<|channel|>final<|message|>Paris.<|return|>"
+    planner = ToolPlanner("gpt-oss")
+    for plan in (planner.without_tools(), planner.plan(TOOLS, "none")):
+        parser = plan.new_parser()
+        assert parser is not None and plan.needs_special_tokens and not plan.tools and plan.grammar is None
+        events = [*parser.feed(text), *parser.flush()]
+        assert "".join(event.text for event in events if isinstance(event, ReasoningDelta)) == "Short."
+        assert collect(events) == ("Paris.", [])
 
 
 def test_without_parallel_calls_one_is_all(setup: Setup) -> None:
