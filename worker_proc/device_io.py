@@ -17,6 +17,10 @@ from torch import Tensor
 class Download(Protocol):
     """A copy to the host that may still be under way."""
 
+    def ready(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        ...
+
     def wait(self) -> NDArray[Any]:
         """The values, once they are there."""
         ...
@@ -41,6 +45,10 @@ class _Done:
 
     def __init__(self, tensor: Tensor) -> None:
         self._array: NDArray[Any] = tensor.numpy()
+
+    def ready(self) -> bool:
+        """See ``Download``."""
+        return True
 
     def wait(self) -> NDArray[Any]:
         """See ``Download``."""
@@ -69,6 +77,10 @@ class _PinnedDownload:
         self._buffer.copy_(tensor, non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record()
+
+    def ready(self) -> bool:
+        """See ``Download``."""
+        return bool(self._event.query())
 
     def wait(self) -> NDArray[Any]:
         """See ``Download``."""

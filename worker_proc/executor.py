@@ -1,49 +1,42 @@
-"""Runs steps: copies, begins, rows, ends, in the order sent; knows requests, not sockets."""
+"""Runs steps: copies, begins, rows, ends, in the order sent; knows requests, not sockets.
+
+A step is launched, then finished. Where a device computes beside the host, the next one may be launched in between.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.errors import InvariantError, raise_if_starved
+from common.errors import InvariantError
 from common.messages import (
     BeginRequest,
     ForwardBatch,
     PromptLogprobs,
-    RowFailure,
     RowFlag,
     StepResult,
-    TopLogprobs,
     pack_f32,
     pack_i32,
     unpack_i32,
 )
-from worker_proc.grammar.overlap import GrammarThreads, MaskAhead
-from worker_proc.grammar_protocol import GrammarBackend, GrammarSession, bitmask_words
-from worker_proc.packing import Row, pack, plan_row
-from worker_proc.runner import ModelRunner
-from worker_proc.sampling.request import LogprobRequest, Sampler, SampleRequest, TopTokens
-from worker_proc.slots import Slot
-
-
-@dataclass(slots=True)
-class RowOutcome:
-    """What a step gave one row."""
-
-    ids: list[int] = field(default_factory=list)
-    flags: int = 0
-    logprobs: list[float] = field(default_factory=list)
-    top: list[TopLogprobs] = field(default_factory=list)
+from worker_proc.drawing import Drawing
+from worker_proc.grammar.overlap import GrammarThreads
+from worker_proc.grammar_protocol import GrammarBackend, bitmask_words
+from worker_proc.launched import LaunchedStep, RowOutcome, late_ids
+from worker_proc.packing import pack, plan_row
+from worker_proc.runner import AheadRunner, ModelRunner
+from worker_proc.sampling.request import AheadSampler, Sampler
+from worker_proc.slots import Slot, is_plain
 
 
 class StepExecutor:
     """The worker's requests and their steps.
 
     ``grammar_backend`` is None where constrained decoding is off: requests with a grammar then fail.
+    ``ahead``: the same runner and sampler where both can go on before the host has seen an id; None elsewhere.
     """
 
     def __init__(
@@ -52,15 +45,17 @@ class StepExecutor:
         sampler: Sampler,
         grammar_backend: GrammarBackend | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        ahead: tuple[AheadRunner, AheadSampler] | None = None,
     ) -> None:
         self.runner = runner
         self.sampler = sampler
         self._clock = clock
+        self._ahead = ahead
+        self._finished_at = 0.0
         self._slots: dict[int, Slot] = {}
-        self._num_words = bitmask_words(runner.vocab_size)
-        self._grammars = (
-            None if grammar_backend is None else GrammarThreads(grammar_backend, self._num_words, clock=clock)
-        )
+        num_words = bitmask_words(runner.vocab_size)
+        self._grammars = None if grammar_backend is None else GrammarThreads(grammar_backend, num_words, clock=clock)
+        self._drawing = Drawing(runner, sampler, self._grammars)
 
     def reset(self) -> None:
         """Forget every request. Pages need no clearing: nobody reads a cell before it is written."""
@@ -77,28 +72,67 @@ class StepExecutor:
 
     def execute(self, batch: ForwardBatch, idle_s: float = 0.0) -> StepResult:
         """Run one step. An exception means the worker's state is lost, never a single request's fault."""
-        started, begin = time.time(), self._clock()
+        return self.finish(self.launch(batch, idle_s))
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Steps may be launched while others are under way."""
+        return self._ahead is not None
+
+    def can_follow(self, before: LaunchedStep, batch: ForwardBatch) -> bool:
+        """Whether ``batch`` may be launched before ``before`` is finished: no request of either needs the host."""
+        if not before.is_early:
+            return False
+        begins = {record.slot: is_plain(record) for record in batch.begins}
+        known = (begins.get(number) or self._is_plain(number) for number in unpack_i32(batch.slots).tolist())
+        return all(begins.values()) and all(known)
+
+    def _is_plain(self, number: int) -> bool:
+        slot = self._slots.get(number)
+        return slot is not None and slot.plain
+
+    def launch(self, batch: ForwardBatch, idle_s: float = 0.0, before: LaunchedStep | None = None) -> LaunchedStep:
+        """Begin one step. ``before``: the step under way that it follows (see ``can_follow``), to be finished next."""
+        step = LaunchedStep(batch, idle_s, started=time.time(), begun=self._clock())
         self._copy(batch)
         for record in batch.begins:
             self._begin(record)
-        num_rows = len(unpack_i32(batch.slots))
-        outcomes = [RowOutcome() for _ in range(num_rows)]
-        failures: list[RowFailure] = []
-        rows = self._plan(batch, outcomes, failures)
-        prompt_logprobs: list[PromptLogprobs] = []
-        forwarded = self._clock()
-        if rows:
-            masks = self._masks_ahead(rows)
-            logits = self.runner.forward(pack(rows, self.runner.page_size))
-            for row in rows:
+        step.outcomes = [RowOutcome() for _ in range(len(unpack_i32(batch.slots)))]
+        self._plan(step)
+        step.forwarded = self._clock()
+        if step.rows:
+            step.masks = self._drawing.masks_ahead(step.rows)
+            packed = pack(step.rows, self.runner.page_size)
+            late = late_ids(step.rows, packed, before)
+            if late is None or self._ahead is None:
+                step.logits = self.runner.forward(packed)
+            else:
+                step.logits = self._ahead[0].forward_late(packed, late)
+            for row in step.rows:
                 row.slot.computed_len += row.length
-            forwarded = self._clock()
-            if masks is not None:
-                masks.result()
-            self._sample(logits, rows, outcomes, failures)
-            prompt_logprobs = self._prompt_logprobs(logits, rows)
-        for slot in unpack_i32(batch.ends):
-            self._end(int(slot))
+            step.forwarded = self._clock()
+        if self._ahead is not None and all(row.slot.plain for row in step.rows):
+            step.is_early = True
+            Drawing.begin(step, self._ahead[1])
+            self._end_all(batch)  # now, since the next step may begin others in their slots
+        return step
+
+    def finish(self, step: LaunchedStep) -> StepResult:
+        """Wait for a step's ids and say what it gave."""
+        batch, outcomes = step.batch, step.outcomes
+        prompt_logprobs: list[PromptLogprobs] = []
+        if step.is_early:
+            self._drawing.see(step)
+            step.forwarded = self._clock()
+            step.begun = max(step.begun, self._finished_at)  # until then the device had the step before
+        else:
+            if step.rows:
+                if step.masks is not None:
+                    step.masks.result()
+                self._drawing.draw(step)
+                prompt_logprobs = self._drawing.prompt_logprobs(step)
+            self._end_all(batch)
+        self._finished_at = self._clock()
         return StepResult(
             epoch=batch.epoch,
             step=batch.step,
@@ -108,12 +142,16 @@ class StepExecutor:
             logprobs=pack_f32([value for outcome in outcomes for value in outcome.logprobs]),
             top_logprobs=[top for outcome in outcomes for top in outcome.top],
             prompt_logprobs=prompt_logprobs,
-            failures=failures,
-            started=started,
-            forward_s=forwarded - begin,
-            sample_s=self._clock() - forwarded,
-            idle_s=idle_s,
+            failures=step.failures,
+            started=step.started,
+            forward_s=step.forwarded - step.begun,
+            sample_s=self._finished_at - step.forwarded,
+            idle_s=step.idle_s,
         )
+
+    def _end_all(self, batch: ForwardBatch) -> None:
+        for slot in unpack_i32(batch.ends):
+            self._end(int(slot))
 
     def _copy(self, batch: ForwardBatch) -> None:
         if batch.copies:
@@ -136,10 +174,10 @@ class StepExecutor:
         if slot is not None and isinstance(slot.grammar, Future):
             slot.grammar.cancel()  # nobody needs it any more, and others wait for the thread
 
-    def _plan(self, batch: ForwardBatch, outcomes: list[RowOutcome], failures: list[RowFailure]) -> list[Row]:
-        """The rows that compute something; page tables grow for all."""
+    def _plan(self, step: LaunchedStep) -> None:
+        """Find the rows that compute something; page tables grow for all."""
+        batch = step.batch
         new_pages, taken = unpack_i32(batch.new_pages), 0
-        rows = []
         columns = (unpack_i32(batch.slots), unpack_i32(batch.num_tokens), unpack_i32(batch.num_new_pages))
         for index, (number, num_tokens, num_pages) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
             slot = self._slots.get(number)
@@ -147,170 +185,11 @@ class StepExecutor:
                 raise InvariantError(f"step {batch.step}: row {index} names slot {number}, where no request began")
             slot.pages.extend(new_pages[taken : taken + num_pages])
             taken += num_pages
-            if slot.finished:
-                outcomes[index].flags |= RowFlag.SKIPPED
+            if slot.finished or slot.ends_unseen:
+                step.outcomes[index].flags |= RowFlag.SKIPPED
                 continue
             row = slot.failure or plan_row(index, slot, num_tokens, self.runner.page_size)
             if isinstance(row, str):
-                self._fail(failures, index, slot, row)
+                step.fail(index, slot, row)
             else:
-                rows.append(row)
-        return rows
-
-    @staticmethod
-    def _fail(failures: list[RowFailure], index: int, slot: Slot, message: str) -> None:
-        """One request cannot go on; its later rows are skipped."""
-        slot.finished = True
-        failures.append(RowFailure(index, message))
-
-    # ------------------------------------------------------------------ sampling
-
-    def _masks_ahead(self, rows: list[Row]) -> Future[None] | None:
-        """Have the masks of the rows that will sample computed during the forward pass; None if there are none.
-
-        A grammar that is still being compiled brings its first mask with it.
-        """
-        sessions = [row.slot.grammar for row in rows if row.samples and isinstance(row.slot.grammar, MaskAhead)]
-        return self._grammars.prepare(sessions) if sessions and self._grammars is not None else None
-
-    def _ready(self, rows: list[Row], failures: list[RowFailure]) -> list[Row]:
-        """The rows that can sample now. One whose grammar is not compiled yet is postponed, so that nobody
-        waits for it: it gives no id, and its last known id is computed again with its next row."""
-        pending = {id(row): row.slot.grammar for row in rows if isinstance(row.slot.grammar, Future)}
-        if not pending or self._grammars is None:
-            return rows
-        self._grammars.wait(list(pending.values()), others=len(pending) < len(rows))
-        ready = []
-        for row in rows:
-            future = pending.get(id(row))
-            if future is None or future.done():
-                ready.append(row)
-            elif words := self._grammars.overdue(future):
-                self._fail(failures, row.index, row.slot, f"grammar: {words}")
-            else:
-                row.slot.computed_len -= 1
-        return ready
-
-    def _sample(self, logits: object, rows: list[Row], outcomes: list[RowOutcome], failures: list[RowFailure]) -> None:
-        """Draw, or take from the grammar, the next ids of every row that samples."""
-        drawn: list[Row] = []
-        requests: list[SampleRequest] = []
-        for row in self._ready([row for row in rows if row.samples], failures):
-            try:
-                request = self._request(row, outcomes[row.index])
-            except Exception as error:  # the grammar of one request
-                raise_if_starved(error)
-                self._fail(failures, row.index, row.slot, f"grammar: {error}")
-                continue
-            if request is not None:
-                drawn.append(row)
-                requests.append(request)
-        if not requests:
-            return
-        tokens, bad = self.sampler.sample(logits, requests)
-        reports: list[tuple[Row, LogprobRequest]] = []
-        for row, token, is_bad in zip(drawn, tokens.tolist(), bad.tolist(), strict=True):
-            if is_bad:
-                message = "the model's logits are not finite, or every token is forbidden"
-                self._fail(failures, row.index, row.slot, message)
-                continue
-            try:
-                self._accept(row.slot, token, outcomes[row.index])
-            except Exception as error:
-                raise_if_starved(error)
-                self._fail(failures, row.index, row.slot, f"grammar: {error}")
-                outcomes[row.index].ids.clear()
-                continue
-            k = row.slot.sampling.logprobs
-            if k is not None:
-                reports.append((row, LogprobRequest(row.sample_logit, token, k)))
-        if reports:
-            values, tops = self.sampler.logprobs(logits, [request for _, request in reports])
-            for (row, report), value, top in zip(reports, values.tolist(), tops, strict=True):
-                outcomes[row.index].logprobs.append(value)
-                if report.k > 0:
-                    outcomes[row.index].top.append(_record(top))
-
-    def _request(self, row: Row, outcome: RowOutcome) -> SampleRequest | None:
-        """How to draw the row's next id; None if the grammar forced it and it was appended."""
-        slot = row.slot
-        session = self._session(slot)
-        mask = None
-        if session is not None:
-            if self._jump_forward(slot, session, outcome):
-                return None
-            mask = np.empty(self._num_words, np.int32)
-            if not session.fill_bitmask(mask):
-                mask = None
-        return SampleRequest(
-            logit_row=row.sample_logit,
-            params=slot.sampling,
-            index=slot.num_outputs,
-            ids=slot.ids.view(),
-            prompt_len=slot.prompt_len,
-            end_ids=slot.end_ids,
-            mask=mask,
-        )
-
-    def _accept(self, slot: Slot, token: int, outcome: RowOutcome) -> None:
-        """Append a drawn id, and what the grammar forces after it."""
-        session = self._session(slot)
-        if session is not None:
-            session.accept_token(token)
-        outcome.ids.append(token)
-        slot.append_output(token)
-        if session is not None:
-            self._jump_forward(slot, session, outcome)
-
-    def _jump_forward(self, slot: Slot, session: GrammarSession, outcome: RowOutcome) -> bool:
-        """Append forced ids as far as pages and max_tokens reach (the first one needs no page yet). True if any was.
-
-        A request that wants log-probabilities gets none: a forced id's would need logits that were
-        never computed, so its ids are drawn under the mask one by one.
-        """
-        before = len(outcome.ids)
-        if not slot.finished and slot.sampling.logprobs is None:
-            capacity = slot.capacity(self.runner.page_size)
-            for token in session.forced_tokens():
-                if slot.finished or (outcome.ids and slot.num_known >= capacity):
-                    break
-                session.accept_token(token)
-                outcome.ids.append(token)
-                slot.append_output(token)
-        self._note_grammar(slot, session, outcome)
-        return len(outcome.ids) > before
-
-    @staticmethod
-    def _note_grammar(slot: Slot, session: GrammarSession, outcome: RowOutcome) -> None:
-        outcome.flags &= ~RowFlag.IN_TOOL_CALL
-        if session.in_tool_call():
-            outcome.flags |= RowFlag.IN_TOOL_CALL
-        if outcome.ids and session.is_complete():
-            outcome.flags |= RowFlag.GRAMMAR_END
-            slot.finished = True
-
-    @staticmethod
-    def _session(slot: Slot) -> GrammarSession | None:
-        """The slot's session, waiting for its compilation if need be; raises what compiling raised."""
-        if isinstance(slot.grammar, Future):
-            slot.grammar = slot.grammar.result()
-        return slot.grammar
-
-    # ------------------------------------------------------------------ prompt log-probabilities
-
-    def _prompt_logprobs(self, logits: object, rows: list[Row]) -> list[PromptLogprobs]:
-        out = []
-        for row in rows:
-            if row.prompt_rows == 0:
-                continue
-            k = row.slot.sampling.prompt_logprobs or 0
-            targets = row.slot.ids.view()[row.start + 1 : row.start + 1 + row.prompt_rows].tolist()
-            requests = [LogprobRequest(row.first_logit + i, token, k) for i, token in enumerate(targets)]
-            values, tops = self.sampler.logprobs(logits, requests)
-            records = [_record(top) for top in tops] if k > 0 else []
-            out.append(PromptLogprobs(row.index, row.start + 1, pack_f32(values), records))
-        return out
-
-
-def _record(top: TopTokens) -> TopLogprobs:
-    return TopLogprobs(pack_i32(top.ids), pack_f32(top.logprobs))
+                step.rows.append(row)

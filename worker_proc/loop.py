@@ -1,4 +1,8 @@
-"""The worker's loop: take a message, do it, answer; sleep in poll when there is none."""
+"""The worker's loop: take a message, do it, answer; sleep in poll when there is none.
+
+Where the executor runs ahead, a step that can follow the one under way is launched before that one is finished, so
+the device has its next work before Python has looked at the ids of the last.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,12 @@ from common.messages import ForwardBatch, Message, Reset, WorkerControl, WorkerC
 from common.process import HEARTBEAT_S, ProcessContext
 from common.trace import WorkerStep
 from worker_proc.executor import StepExecutor
+from worker_proc.launched import LaunchedStep
 from worker_proc.profiling import Profiler
 
 log = logging.getLogger(__name__)
+_LOOK_S = 0.001
+"""How often a step under way on a device is looked after while no message comes."""
 
 
 @dataclass
@@ -81,6 +88,8 @@ class WorkerLoop:
         self._context, self._executor = context, executor
         self._inbox, self._outbox, self._ready, self._pulse = inbox, outbox, ready, pulse
         self._todo: deque[Message] = deque()
+        self._under_way: LaunchedStep | None = None
+        """Launched and not finished; only where the executor runs ahead."""
         self._epoch = 0
         self._profiler = Profiler()
         self._idle_from = time.perf_counter()
@@ -92,14 +101,20 @@ class WorkerLoop:
             self._todo.extend(self._inbox.receive())
             if self._todo:
                 self._handle(self._todo.popleft())
-            else:
+            elif self._under_way is None:
                 self._inbox.wait(HEARTBEAT_S)
+            elif self._under_way.ready:
+                self._finish_under_way()
+            else:
+                self._inbox.wait(_LOOK_S)  # a message that comes now may be the step that follows
         self._profiler.abandon()
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, ForwardBatch):
             self._step(message)
-        elif isinstance(message, Reset):
+            return
+        self._finish_under_way()
+        if isinstance(message, Reset):
             self._executor.reset()
             self._epoch = message.epoch
             self._send(msgspec.structs.replace(self._ready, epoch=message.epoch))
@@ -110,10 +125,30 @@ class WorkerLoop:
         if batch.epoch != self._epoch:
             log.debug("dropped step %d of epoch %d; this is epoch %d", batch.step, batch.epoch, self._epoch)
             return
-        self._pulse.busy_since = time.time()
-        idle_s = time.perf_counter() - self._idle_from
+        before = self._under_way
+        if before is not None and not self._executor.can_follow(before, batch):
+            self._finish_under_way()
+            before = None
+        idle_s = 0.0
+        if before is None:
+            self._pulse.busy_since = time.time()
+            idle_s = time.perf_counter() - self._idle_from
         with self._profiler.step(batch.step):
-            result = self._executor.execute(batch, idle_s)
+            step = self._executor.launch(batch, idle_s, before)
+            if not self._executor.runs_ahead:
+                self._finish(step)
+                return
+        self._finish_under_way()
+        self._under_way = step
+        self._pulse.busy_since = time.time()
+
+    def _finish_under_way(self) -> None:
+        step, self._under_way = self._under_way, None
+        if step is not None:
+            self._finish(step)
+
+    def _finish(self, step: LaunchedStep) -> None:
+        batch, result = step.batch, self._executor.finish(step)
         self._send(result)
         if self._context.trace is not None:
             prefill = int(unpack_i32(batch.num_tokens).sum())

@@ -16,7 +16,7 @@ from common.process import ProcessContext
 from worker_proc.grammar_protocol import GrammarBackend
 from worker_proc.loop import HeartbeatThread, Pulse, WorkerLoop
 from worker_proc.memory import WorkerState, load_state, save_state
-from worker_proc.sampling.request import Sampler
+from worker_proc.sampling.request import AheadSampler, Sampler
 from worker_proc.threads import num_threads, set_thread_environment
 
 if TYPE_CHECKING:  # torch comes with them, later
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # torch comes with them, later
 
     from worker_proc.loading import LoadedWorker
     from worker_proc.parallel.group import Membership
-    from worker_proc.runner import ModelRunner
+    from worker_proc.runner import AheadRunner, ModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,8 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
     sampler = make_sampler(loaded.device, threads, runner.vocab_size)
     if loaded.group is not None:
         runner = lead(context, loaded)
-    executor = StepExecutor(runner, sampler, make_grammar_backend(context, runner.vocab_size))
+    grammars = make_grammar_backend(context, runner.vocab_size)
+    executor = StepExecutor(runner, sampler, grammars, ahead=both_ahead(runner, sampler))
     ready = WorkerReady(
         epoch=0,
         generation=context.generation,
@@ -180,6 +181,14 @@ def make_gpu_sampler(device: torch.device) -> Sampler:
     from worker_proc.device_io import make_io
 
     return GpuSampler(make_io(device))
+
+
+def both_ahead(runner: Any, sampler: Any) -> tuple[AheadRunner, AheadSampler] | None:
+    """Runner and sampler, if both can go on before the host has seen an id: on one GPU with our sampling kernels.
+
+    Not over several ranks: what the others compute goes to them as numbers.
+    """
+    return (runner, sampler) if hasattr(runner, "forward_late") and hasattr(sampler, "begin") else None
 
 
 def make_grammar_backend(context: ProcessContext, vocab_size: int) -> GrammarBackend | None:

@@ -33,6 +33,11 @@ class Row:
     num_logits: int = 0
 
     @property
+    def is_late(self) -> bool:
+        """Its one token is not on the host yet."""
+        return self.start >= self.slot.ids.size
+
+    @property
     def sample_logit(self) -> int:
         """Row of the step's logits that the next id is drawn from."""
         return self.first_logit + self.num_logits - 1
@@ -59,20 +64,21 @@ def plan_row(index: int, slot: Slot, num_tokens: int, page_size: int) -> Row | s
 
 
 def pack(rows: list[Row], page_size: int) -> PackedBatch:
-    """Pack the rows' tokens; fills in each row's place among the logits."""
+    """Pack the rows' tokens; fills in each row's place among the logits. The id of a late row is left at 0."""
     lengths = np.array([row.length for row in rows], np.int32)
     query_start = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(lengths, out=query_start[1:])
     starts = np.array([row.start for row in rows], np.int32)
     positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(starts - query_start[:-1], lengths)
-    ids = np.empty(query_start[-1], np.int32)
+    ids = np.zeros(query_start[-1], np.int32)
     width = max(-(-(row.start + row.length) // page_size) for row in rows)
     table = np.zeros((len(rows), width), np.int32)
     logit_rows: list[I32] = []
     num_logits = 0
     for s, row in enumerate(rows):
         begin, end = int(query_start[s]), int(query_start[s + 1])
-        ids[begin:end] = row.slot.ids.view()[row.start : row.start + row.length]
+        if not row.is_late:
+            ids[begin:end] = row.slot.ids.view()[row.start : row.start + row.length]
         num_pages = -(-(row.start + row.length) // page_size)
         table[s, :num_pages] = row.slot.pages.view()[:num_pages]
         wanted = np.arange(begin, begin + row.prompt_rows, dtype=np.int32)

@@ -40,6 +40,18 @@ class PackedBatch:
     """[R] packed rows whose logits are wanted, ascending; R may be 0."""
 
 
+@dataclass(frozen=True, slots=True)
+class LateIds:
+    """Ids of a step that are on the device and not yet on the host: drawn by the step before, which still runs."""
+
+    drawn: Any
+    """Tensor [R] of ids (``Drawn.ids``)."""
+    sources: I32
+    """[K] places in ``drawn``."""
+    targets: I32
+    """[K] packed rows of the batch, whose ``ids`` say nothing there."""
+
+
 class ModelRunner(Protocol):
     """One way of computing a model's logits (generic torch path, CPU fast path, ...)."""
 
@@ -76,4 +88,12 @@ class ModelRunner(Protocol):
 
     def close(self) -> None:
         """Stop threads and free the pool."""
+        ...
+
+
+class AheadRunner(ModelRunner, Protocol):
+    """One whose device is told what to compute while the host goes on."""
+
+    def forward_late(self, batch: PackedBatch, late: LateIds) -> Any:
+        """As ``forward``, with ids that only the device has."""
         ...

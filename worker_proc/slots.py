@@ -46,11 +46,20 @@ class GrowingI32:
             self._data = grown
 
 
+def is_plain(begin: BeginRequest) -> bool:
+    """Nothing of the request needs the host to know one id before the next is drawn, or logits of a step once the
+    next runs."""
+    p = begin.sampling
+    penalised = p.presence_penalty != 0.0 or p.frequency_penalty != 0.0 or p.repetition_penalty != 1.0
+    return begin.grammar is None and not penalised and p.logprobs is None and p.prompt_logprobs is None
+
+
 class Slot:
     """One request in the worker, rebuilt from a ``BeginRequest``."""
 
     __slots__ = (
-        "computed_len", "end_ids", "failure", "finished", "grammar", "ids", "pages", "prompt_len", "rid", "sampling",
+        "computed_len", "drawn_at", "end_ids", "failure", "finished", "grammar", "ids", "pages", "plain", "prompt_len",
+        "rid", "sampling", "unseen",
     )  # fmt: skip
 
     def __init__(self, begin: BeginRequest) -> None:
@@ -65,18 +74,28 @@ class Slot:
         """A session, or the future of one that is being compiled while the prompt is computed."""
         self.finished = False
         """The worker has seen the request's end; rows that were already on their way are skipped."""
+        self.plain = is_plain(begin)
+        self.unseen = 0
+        """Outputs drawn on the device that the host has not seen yet; ``ids`` ends before them."""
+        self.drawn_at = 0
+        """Place of the last of them among the ids of its step."""
         self.failure = ""
         """Why the request cannot go on; reported with its next row."""
 
     @property
     def num_known(self) -> int:
-        """Ids known: prompt and outputs."""
-        return self.ids.size
+        """Ids known, here or to the device: prompt and outputs."""
+        return self.ids.size + self.unseen
 
     @property
     def num_outputs(self) -> int:
         """Output ids known; also the output index of the next one."""
-        return self.ids.size - self.prompt_len
+        return self.num_known - self.prompt_len
+
+    @property
+    def ends_unseen(self) -> bool:
+        """The last of the outputs that were drawn and not seen is the last one allowed."""
+        return self.unseen > 0 and self.sampling.max_tokens is not None and self.num_outputs >= self.sampling.max_tokens
 
     def capacity(self, page_size: int) -> int:
         """Positions that the page table reaches."""
@@ -90,7 +109,7 @@ class Slot:
         """Add a sampled or forced id and note the end it may mean."""
         self.ids.append(token)
         max_tokens = self.sampling.max_tokens
-        if token in self.end_ids or (max_tokens is not None and self.num_outputs >= max_tokens):
+        if token in self.end_ids or (max_tokens is not None and self.ids.size - self.prompt_len >= max_tokens):
             self.finished = True
 
     def validate(self, vocab_size: int, page_size: int) -> str:

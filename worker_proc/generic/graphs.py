@@ -17,7 +17,7 @@ from torch import Tensor
 
 from worker_proc.attention.plan import cells_of
 from worker_proc.device_io import DeviceIo
-from worker_proc.runner import PackedBatch
+from worker_proc.runner import LateIds, PackedBatch
 
 DEFAULT_MOST_ROWS = 64
 
@@ -103,6 +103,12 @@ class StaticInputs:
                             self.table[:rows])  # fmt: skip
 
 
+def put_late_ids(ids: Tensor, late: LateIds, io: DeviceIo) -> None:
+    """Write into ``ids`` (int64 [T], on the device) those that only the device has."""
+    sources, targets = io.upload(np.stack([late.sources, late.targets]).astype(np.int64))
+    ids.index_copy_(0, targets, late.drawn.index_select(0, sources).to(torch.int64))
+
+
 def graph_sizes(most_rows: int) -> list[int]:
     """Numbers of rows that are recorded: 1, 2, 4, then steps of 8 up to 64, of 16 up to 128, of 32 beyond."""
     steps = [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, most_rows + 32, 32)]
@@ -141,10 +147,12 @@ class DecodeGraphs:
             return 0
         return next((size for size in self.sizes if size >= rows), 0)
 
-    def run(self, batch: PackedBatch) -> Tensor:
+    def run(self, batch: PackedBatch, late: LateIds | None = None) -> Tensor:
         """Logits [R, vocab] of ``batch.logit_rows``, valid until the next call. ``size_for`` must not be 0."""
         size, rows = self.size_for(batch), batch.context_lens.size
         self._fill(batch, size)
+        if late is not None:
+            put_late_ids(self._inputs.ids, late, self._io)
         logits = self._graphs[size].replay()
         if batch.logit_rows.size == rows:
             return logits[:rows]

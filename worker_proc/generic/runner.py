@@ -22,11 +22,11 @@ from worker_proc.attention.choice import AttentionNeeds, choose_backend
 from worker_proc.attention.kv_types import pool_dtype
 from worker_proc.attention.paged import PagedAttention
 from worker_proc.device_io import make_io
-from worker_proc.generic.graphs import Capture, DecodeGraphs, StaticInputs
+from worker_proc.generic.graphs import Capture, DecodeGraphs, StaticInputs, put_late_ids
 from worker_proc.generic.packed_linear import PackedLinear
 from worker_proc.generic.probe import probe_layers, select_attention
 from worker_proc.generic.refusals import check_supported
-from worker_proc.runner import PackedBatch
+from worker_proc.runner import LateIds, PackedBatch
 
 log = logging.getLogger(__name__)
 _ATTENTION_NUMBERS = itertools.count()
@@ -134,14 +134,23 @@ class GenericRunner:
 
     def forward(self, batch: PackedBatch) -> Any:
         """Logits float32 [R, vocab_size] of ``batch.logit_rows``: NumPy on CPU, a tensor elsewhere."""
+        return self._forward(batch, None)
+
+    def forward_late(self, batch: PackedBatch, late: LateIds) -> Any:
+        """See ``AheadRunner``."""
+        return self._forward(batch, late)
+
+    def _forward(self, batch: PackedBatch, late: LateIds | None) -> Any:
         with torch.inference_mode():
             if self._graphs is not None and self._graphs.size_for(batch):
-                logits = self._graphs.run(batch)
+                logits = self._graphs.run(batch, late)
                 return logits.numpy() if self.device.type == "cpu" else logits
             self._attention.begin_step(batch)
             keep = self._io.upload(batch.logit_rows.astype(np.int64))
             kwargs = {"logits_to_keep": keep} if self._keeps_logits else {}
             tokens = self._io.upload(np.stack([batch.ids, batch.positions]).astype(np.int64))
+            if late is not None:
+                put_late_ids(tokens[0], late, self._io)
             output = self._model(input_ids=tokens[:1], position_ids=tokens[1:], use_cache=False, **kwargs)
             self._attention.end_step()
             logits = output.logits[0].float()

@@ -5,7 +5,7 @@ The ids, their log-probabilities and the likeliest ids come back in one buffer. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker_proc.device_io import DeviceIo
+from worker_proc.device_io import DeviceIo, Download
 from worker_proc.kernels.cuda import sample_adjust as adjusting
 from worker_proc.kernels.cuda.logprobs import logprobs
 from worker_proc.kernels.cuda.sample_draw import draw
@@ -37,7 +37,11 @@ class GpuSampler:
         self._reports: dict[tuple[int, int, int], tuple[np.float32, TopTokens]] = {}
 
     def sample(self, logits: Any, requests: Sequence[SampleRequest]) -> tuple[I32, NDArray[np.bool_]]:
-        """See ``Sampler``. Log-probabilities that the requests want are worked out along with the ids."""
+        """See ``Sampler``."""
+        return self.begin(logits, requests).wait()
+
+    def begin(self, logits: Any, requests: Sequence[SampleRequest]) -> _Drawn:
+        """See ``AheadSampler``. Log-probabilities that the requests want are worked out along with the ids."""
         with torch.inference_mode():
             parameters = self._io.upload(_parameters(requests))
             counts, masks = self._counts(requests, logits.shape[1]), self._masks(requests)
@@ -56,9 +60,8 @@ class GpuSampler:
                 reports = torch.empty((len(wanting), 1 + 2 * most), dtype=torch.int32, device=logits.device)
                 logprobs(logits, self._io.upload(np.array(asked, np.int32)), out, reports, most, self._block)
                 out[: len(wanting), 2:] = reports
-            host = self._io.download(out).wait()
-        self._remember(logits, requests, wanting, host, most)
-        return np.ascontiguousarray(host[:, 0]), host[:, 1].astype(bool)
+            download = self._io.download(out)
+        return _Drawn(out, download, lambda host: self._remember(logits, requests, wanting, host, most))
 
     def logprobs(self, logits: Any, requests: Sequence[LogprobRequest]) -> tuple[F32, list[TopTokens]]:
         """See ``Sampler``."""
@@ -100,6 +103,28 @@ class GpuSampler:
     def _masks(self, requests: Sequence[SampleRequest]) -> Tensor | None:
         masks = [request.mask for request in requests if request.mask is not None]
         return self._io.upload(np.stack(masks)) if masks else None
+
+
+class _Drawn:
+    """See ``Drawn``. ``remember`` is told of the buffer [R, ...] once it is on the host."""
+
+    def __init__(self, out: Tensor, download: Download, remember: Callable[[I32], None]) -> None:
+        self._out, self._download, self._remember = out, download, remember
+
+    @property
+    def ids(self) -> Tensor:
+        """See ``Drawn``."""
+        return self._out[:, 0]
+
+    def ready(self) -> bool:
+        """See ``Drawn``."""
+        return self._download.ready()
+
+    def wait(self) -> tuple[I32, NDArray[np.bool_]]:
+        """See ``Drawn``."""
+        host = self._download.wait()
+        self._remember(host)
+        return np.ascontiguousarray(host[:, 0]), host[:, 1].astype(bool)
 
 
 def _parameters(requests: Sequence[SampleRequest]) -> NDArray[np.float64]:

@@ -83,6 +83,23 @@ class LogprobRequest:
     k: int
 
 
+class Drawn(Protocol):
+    """Ids that are being drawn on a device."""
+
+    @property
+    def ids(self) -> Any:
+        """Tensor [R] on the device: what the next step's forward pass may take before the host has it."""
+        ...
+
+    def ready(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        ...
+
+    def wait(self) -> tuple[I32, NDArray[np.bool_]]:
+        """As ``Sampler.sample``."""
+        ...
+
+
 class Sampler(Protocol):
     """Draws ids from logits [N, vocab]; one per device kind."""
 
@@ -92,4 +109,12 @@ class Sampler(Protocol):
 
     def logprobs(self, logits: Any, requests: Sequence[LogprobRequest]) -> tuple[F32, list[TopTokens]]:
         """Log-probabilities [R] of the tokens, and for each request its k likeliest."""
+        ...
+
+
+class AheadSampler(Sampler, Protocol):
+    """One that need not be waited for."""
+
+    def begin(self, logits: Any, requests: Sequence[SampleRequest]) -> Drawn:
+        """Launch what ``sample`` does."""
         ...

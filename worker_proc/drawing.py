@@ -1,0 +1,212 @@
+"""From a step's logits to the next ids of its requests: what is drawn, what grammars force, what is reported."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import raise_if_starved
+from common.messages import PromptLogprobs, RowFlag, TopLogprobs, pack_f32, pack_i32
+from worker_proc.grammar.overlap import GrammarThreads, MaskAhead
+from worker_proc.grammar_protocol import Bitmask, GrammarSession, bitmask_words
+from worker_proc.launched import LaunchedStep, RowOutcome
+from worker_proc.packing import Row
+from worker_proc.runner import ModelRunner
+from worker_proc.sampling.request import I32, AheadSampler, LogprobRequest, Sampler, SampleRequest, TopTokens
+from worker_proc.slots import Slot
+
+
+class Drawing:
+    """Draws for one executor. ``grammars`` is None where constrained decoding is off."""
+
+    def __init__(self, runner: ModelRunner, sampler: Sampler, grammars: GrammarThreads | None) -> None:
+        self._sampler = sampler
+        self._grammars = grammars
+        self._page_size = runner.page_size
+        self._num_words = bitmask_words(runner.vocab_size)
+
+    def masks_ahead(self, rows: list[Row]) -> Future[None] | None:
+        """Have the masks of the rows that will sample computed during the forward pass; None if there are none.
+
+        A grammar that is still being compiled brings its first mask with it.
+        """
+        sessions = [row.slot.grammar for row in rows if row.samples and isinstance(row.slot.grammar, MaskAhead)]
+        return self._grammars.prepare(sessions) if sessions and self._grammars is not None else None
+
+    def _ready(self, rows: list[Row], step: LaunchedStep) -> list[Row]:
+        """The rows that can sample now. One whose grammar is not compiled yet is postponed, so that nobody
+        waits for it: it gives no id, and its last known id is computed again with its next row."""
+        pending = {id(row): row.slot.grammar for row in rows if isinstance(row.slot.grammar, Future)}
+        if not pending or self._grammars is None:
+            return rows
+        self._grammars.wait(list(pending.values()), others=len(pending) < len(rows))
+        ready = []
+        for row in rows:
+            future = pending.get(id(row))
+            if future is None or future.done():
+                ready.append(row)
+            elif words := self._grammars.overdue(future):
+                step.fail(row.index, row.slot, f"grammar: {words}")
+            else:
+                row.slot.computed_len -= 1
+        return ready
+
+    def draw(self, step: LaunchedStep) -> None:
+        """Draw, or take from the grammar, the next ids of every row that samples."""
+        drawn: list[Row] = []
+        requests: list[SampleRequest] = []
+        for row in self._ready([row for row in step.rows if row.samples], step):
+            try:
+                request = self._request(row, step.outcomes[row.index])
+            except Exception as error:  # the grammar of one request
+                raise_if_starved(error)
+                step.fail(row.index, row.slot, f"grammar: {error}")
+                continue
+            if request is not None:
+                drawn.append(row)
+                requests.append(request)
+        if not requests:
+            return
+        taken = self._take(drawn, *self._sampler.sample(step.logits, requests), step)
+        reports = [
+            (row, LogprobRequest(row.sample_logit, token, k))
+            for row, token in taken
+            if (k := row.slot.sampling.logprobs) is not None
+        ]
+        if reports:
+            values, tops = self._sampler.logprobs(step.logits, [request for _, request in reports])
+            for (row, report), value, top in zip(reports, values.tolist(), tops, strict=True):
+                step.outcomes[row.index].logprobs.append(value)
+                if report.k > 0:
+                    step.outcomes[row.index].top.append(_record(top))
+
+    @staticmethod
+    def begin(step: LaunchedStep, sampler: AheadSampler) -> None:
+        """Launch the drawing of ids that need nothing of the host (``Slot.plain``)."""
+        step.drawn_rows = [row for row in step.rows if row.samples]
+        requests = [_sample_request(row) for row in step.drawn_rows]
+        if requests:
+            step.drawn = sampler.begin(step.logits, requests)
+        for place, row in enumerate(step.drawn_rows):
+            row.slot.unseen += 1
+            row.slot.drawn_at = place
+
+    def see(self, step: LaunchedStep) -> None:
+        """Wait for the ids of ``begin`` and append them to their requests."""
+        if step.drawn is None:
+            return
+        tokens, bad = step.drawn.wait()
+        for row in step.drawn_rows:
+            row.slot.unseen -= 1
+        self._take(step.drawn_rows, tokens, bad, step)
+
+    def _take(self, rows: list[Row], tokens: I32, bad: NDArray[np.bool_], step: LaunchedStep) -> list[tuple[Row, int]]:
+        """Append drawn ids to their requests, and what grammars force after them; the rows and ids that were fit."""
+        taken = []
+        for row, token, is_bad in zip(rows, tokens.tolist(), bad.tolist(), strict=True):
+            if row.slot.finished:  # by the step before, whose id was not seen when this one was launched
+                step.outcomes[row.index].flags |= RowFlag.SKIPPED
+                continue
+            if is_bad:
+                message = "the model's logits are not finite, or every token is forbidden"
+                step.fail(row.index, row.slot, message)
+                continue
+            try:
+                self._accept(row.slot, token, step.outcomes[row.index])
+            except Exception as error:
+                raise_if_starved(error)
+                step.fail(row.index, row.slot, f"grammar: {error}")
+                step.outcomes[row.index].ids.clear()
+                continue
+            taken.append((row, token))
+        return taken
+
+    def _request(self, row: Row, outcome: RowOutcome) -> SampleRequest | None:
+        """How to draw the row's next id; None if the grammar forced it and it was appended."""
+        slot = row.slot
+        session = self._session(slot)
+        mask = None
+        if session is not None:
+            if self._jump_forward(slot, session, outcome):
+                return None
+            mask = np.empty(self._num_words, np.int32)
+            if not session.fill_bitmask(mask):
+                mask = None
+        return _sample_request(row, mask)
+
+    def _accept(self, slot: Slot, token: int, outcome: RowOutcome) -> None:
+        """Append a drawn id, and what the grammar forces after it."""
+        session = self._session(slot)
+        if session is not None:
+            session.accept_token(token)
+        outcome.ids.append(token)
+        slot.append_output(token)
+        if session is not None:
+            self._jump_forward(slot, session, outcome)
+
+    def _jump_forward(self, slot: Slot, session: GrammarSession, outcome: RowOutcome) -> bool:
+        """Append forced ids as far as pages and max_tokens reach (the first one needs no page yet). True if any was.
+
+        A request that wants log-probabilities gets none: a forced id's would need logits that were
+        never computed, so its ids are drawn under the mask one by one.
+        """
+        before = len(outcome.ids)
+        if not slot.finished and slot.sampling.logprobs is None:
+            capacity = slot.capacity(self._page_size)
+            for token in session.forced_tokens():
+                if slot.finished or (outcome.ids and slot.num_known >= capacity):
+                    break
+                session.accept_token(token)
+                outcome.ids.append(token)
+                slot.append_output(token)
+        self._note_grammar(slot, session, outcome)
+        return len(outcome.ids) > before
+
+    @staticmethod
+    def _note_grammar(slot: Slot, session: GrammarSession, outcome: RowOutcome) -> None:
+        outcome.flags &= ~RowFlag.IN_TOOL_CALL
+        if session.in_tool_call():
+            outcome.flags |= RowFlag.IN_TOOL_CALL
+        if outcome.ids and session.is_complete():
+            outcome.flags |= RowFlag.GRAMMAR_END
+            slot.finished = True
+
+    @staticmethod
+    def _session(slot: Slot) -> GrammarSession | None:
+        """The slot's session, waiting for its compilation if need be; raises what compiling raised."""
+        if isinstance(slot.grammar, Future):
+            slot.grammar = slot.grammar.result()
+        return slot.grammar
+
+    def prompt_logprobs(self, step: LaunchedStep) -> list[PromptLogprobs]:
+        """Log-probabilities of the prompts' ids, for the rows that want them."""
+        out = []
+        for row in step.rows:
+            if row.prompt_rows == 0:
+                continue
+            k = row.slot.sampling.prompt_logprobs or 0
+            targets = row.slot.ids.view()[row.start + 1 : row.start + 1 + row.prompt_rows].tolist()
+            requests = [LogprobRequest(row.first_logit + i, token, k) for i, token in enumerate(targets)]
+            values, tops = self._sampler.logprobs(step.logits, requests)
+            records = [_record(top) for top in tops] if k > 0 else []
+            out.append(PromptLogprobs(row.index, row.start + 1, pack_f32(values), records))
+        return out
+
+
+def _record(top: TopTokens) -> TopLogprobs:
+    return TopLogprobs(pack_i32(top.ids), pack_f32(top.logprobs))
+
+
+def _sample_request(row: Row, mask: Bitmask | None = None) -> SampleRequest:
+    slot = row.slot
+    return SampleRequest(
+        logit_row=row.sample_logit,
+        params=slot.sampling,
+        index=slot.num_outputs,
+        ids=slot.ids.view(),
+        prompt_len=slot.prompt_len,
+        end_ids=slot.end_ids,
+        mask=mask,
+    )
