@@ -79,7 +79,7 @@ def throw(path: Path, context: zmq.Context[zmq.Socket[bytes]], rng: random.Rando
                  greeting() + b"\x00\xf0half"):  # fmt: skip
         raw(path, data)
     push = context.socket(zmq.PUSH)
-    push.setsockopt(zmq.LINGER, 2000)
+    push.setsockopt(zmq.LINGER, 30_000)  # what is not delivered by then would not be counted
     push.setsockopt(zmq.SNDTIMEO, 5000)
     push.connect(f"ipc://{path}")
     valid = [msgspec.msgpack.encode(sample) for sample in SAMPLES]
