@@ -108,7 +108,9 @@ class Scene:
 
     def _waits(self, watch: Any) -> bool:
         mine = self._of("waiting")
-        return server_info(watch)["scheduler"]["metrics"]["num_queue_reqs"] >= 1 or bool(mine.status or mine.over_at)
+        # A gateway that has just been started again has not heard of the scheduler yet, and says nothing of it.
+        metrics = server_info(watch)["scheduler"].get("metrics", {})
+        return metrics.get("num_queue_reqs", 0) >= 1 or bool(mine.status or mine.over_at)
 
     def _of(self, phase: str) -> Stream:
         """The cell's own stream of a phase."""
