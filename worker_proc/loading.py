@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import platform
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +28,7 @@ from worker_proc.memory import PoolRequest, WorkerState, choose_num_pages, free_
 from worker_proc.parallel.graphs import AgreedCapture
 from worker_proc.parallel.group import Membership, RankGroup
 from worker_proc.parallel.weights import load_shard
+from worker_proc.precision import choose_precision, fast_path_may_take
 from worker_proc.runner import ModelRunner
 
 if TYPE_CHECKING:
@@ -70,7 +68,6 @@ def load_worker(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the current one
     torch.set_num_threads(threads)
-    dtype = choose_dtype(state.dtype if state else config.model.dtype, device)
     hf_config = AutoConfig.from_pretrained(config.model_dir, trust_remote_code=config.model.trust_remote_code)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     if model_class is not None:
@@ -87,26 +84,25 @@ def load_worker(
     if member is not None:
         wanted = path_of_ranks(wanted, member.size)
     group = None if member is None else RankGroup(member, device)
+    own_attention = config.worker.attention_backend == config.cache.kv_cache_dtype == "auto"
+    tries_fast = wanted == "cpu-fast" or (wanted == "auto" and device.type == "cpu" and own_attention)
+    named = state.dtype if state else config.model.dtype
+    precision = choose_precision(named, device, tries_fast and fast_path_may_take(hf_config))
+    dtype = precision.dtype
     model = load_model(config, hf_config, dtype, device, group, progress)
     reference = reference_logits(model)
-    embeddings = model.get_input_embeddings().num_embeddings
-    page_size = state.page_size if state else config.cache.page_size
-    own_attention = config.worker.attention_backend == config.cache.kv_cache_dtype == "auto"
-    if wanted == "cpu-fast" or (
-        wanted == "auto" and device.type == "cpu" and dtype == torch.bfloat16 and own_attention
-    ):
-        fast = try_cpu_fast(model, page_size, threads, progress, step)
-        if not isinstance(fast, str):
-            num_pages = allocate(fast, config, context_length, device, state)
-            result = compare(fast, reference, embeddings)
-            log.info("start-up check of %s: error %.4f, tolerance %.4f", fast.name, result.error, result.tolerance)
-            if result.ok:
-                return LoadedWorker(fast, num_pages, context_length, device)
-            fast.close()
-            fast = f"its logits differ from transformers' by {result.error:.3f} (tolerance {result.tolerance:.3f})"
+    if wanted == "cpu-fast" or (tries_fast and dtype == torch.bfloat16):
+        found = load_fast(model, reference, config, context_length, threads, state, progress, step)
+        if isinstance(found, LoadedWorker):
+            return found
         if wanted == "cpu-fast":
-            raise ConfigError(f"--worker-path cpu-fast cannot run this model: {fast}; --worker-path generic can")
-        log.warning("the fast CPU path is not used: %s; falling back to the generic path", fast)
+            raise ConfigError(f"--worker-path cpu-fast cannot run this model: {found}; --worker-path generic can")
+        log.warning("the fast CPU path is not used: %s; falling back to the generic path", found)
+        if precision.is_for_fast_path:
+            dtype = precision.generic
+            log.info("loading the weights again in %s, which this CPU calculates faster in than bfloat16", dtype)
+            model = load_model(config, hf_config, dtype, device, group, progress)
+            reference = reference_logits(model)
     num_packed = pack_linears(model)
     runner, words = build_generic(model, reference, config, context_length, state, group, progress)
     if runner is None and num_packed:
@@ -116,6 +112,31 @@ def load_worker(
     if runner is None:
         raise ConfigError(f"{type(model).__name__} is not supported: {words}")
     return runner
+
+
+def load_fast(
+    model: Any,
+    reference: list[NDArray[np.float32]],
+    config: ServerConfig,
+    context_length: int,
+    threads: int,
+    state: WorkerState | None,
+    progress: Callable[[str], None],
+    step: StepFunction | None,
+) -> LoadedWorker | str:
+    """The fast CPU path for a model, allocated and checked; or why it cannot serve."""
+    page_size = state.page_size if state else config.cache.page_size
+    fast = try_cpu_fast(model, page_size, threads, progress, step)
+    if isinstance(fast, str):
+        return fast
+    device = torch.device("cpu")
+    num_pages = allocate(fast, config, context_length, device, state)
+    result = compare(fast, reference, model.get_input_embeddings().num_embeddings)
+    log.info("start-up check of %s: error %.4f, tolerance %.4f", fast.name, result.error, result.tolerance)
+    if result.ok:
+        return LoadedWorker(fast, num_pages, context_length, device)
+    fast.close()
+    return f"its logits differ from transformers' by {result.error:.3f} (tolerance {result.tolerance:.3f})"
 
 
 def build_generic(
@@ -208,27 +229,6 @@ def choose_device(wanted: str, member: Membership | None = None) -> torch.device
     if wanted == "cuda":
         raise ConfigError("--device cuda: torch sees no CUDA device (a CPU build of torch, or no driver)")
     return torch.device("cpu")
-
-
-def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """--dtype: ``auto`` is bfloat16 where the device calculates in it, else float32."""
-    if wanted != "auto":
-        dtype: torch.dtype = getattr(torch, wanted)
-        return dtype
-    has_bf16 = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_has_bf16()
-    return torch.bfloat16 if has_bf16 else torch.float32
-
-
-def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """The CPU multiplies bfloat16 in hardware (AVX512_BF16, AMX, Armv8.6, Apple M2 and later)."""
-    if sys.platform == "darwin":
-        return platform.machine() == "arm64"
-    try:
-        text = cpuinfo.read_text()
-    except OSError:
-        return False
-    flags = next((line for line in text.splitlines() if line.lower().startswith(("flags", "features"))), "").split()
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags))
 
 
 def choose_context_length(wanted: int, hf_config: Any) -> int:

@@ -27,7 +27,7 @@ class Recorded(step_function.StepFunction):
         (("generic", "cpu", "auto"), isa.AMX, False, False),
         (("generic-torch", "cpu", "bfloat16"), isa.AMX, False, False),  # the path of the worker before
         (("auto", "cpu", "float32"), isa.AMX, False, False),
-        (("auto", "cpu", "auto"), isa.AVX2, False, False),  # float32 is the default there
+        (("auto", "cpu", "auto"), isa.AVX2, False, True),  # bf16 weights, widened
         (("auto", "cpu", "auto"), "no vector instructions", False, False),
     ],
 )

@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 from common.errors import ConfigError
 from worker_proc.generic.probe import recognise_mask
 from worker_proc.generic.refusals import check_supported
-from worker_proc.loading import choose_context_length, cpu_has_bf16
+from worker_proc.loading import choose_context_length
 from worker_proc.memory import (
     CPU_DEFAULT_CAP_BYTES,
     PoolRequest,
@@ -27,6 +27,7 @@ from worker_proc.memory import (
     load_state,
     save_state,
 )
+from worker_proc.precision import Precision, choose_precision, cpu_has_bf16
 from worker_proc.threads import num_threads, set_thread_environment
 
 CPU = torch.device("cpu")
@@ -90,6 +91,17 @@ def test_bf16_is_read_from_the_cpus_flags(tmp_path: Path) -> None:
     info.write_text("processor : 0\nflags : fpu avx2 avx512f\n")
     assert not cpu_has_bf16(info)
     assert not cpu_has_bf16(tmp_path / "absent")
+
+
+def test_auto_is_bf16_where_the_fast_path_widens_it_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr("worker_proc.precision.cpu_has_bf16", lambda: False)
+    assert choose_precision("auto", cpu, fast_path=True) == Precision(torch.bfloat16, torch.float32)
+    assert choose_precision("auto", cpu, fast_path=True).is_for_fast_path
+    assert choose_precision("auto", cpu, fast_path=False) == Precision(torch.float32, torch.float32)
+    assert choose_precision("float32", cpu, fast_path=True) == Precision(torch.float32, torch.float32)
+    monkeypatch.setattr("worker_proc.precision.cpu_has_bf16", lambda: True)
+    assert not choose_precision("auto", cpu, fast_path=True).is_for_fast_path
 
 
 def test_context_length_is_at_most_the_models() -> None:

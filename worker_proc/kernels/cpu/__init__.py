@@ -13,7 +13,7 @@ Where to begin reading, from the outside in
     kernels.py         the micro-kernels of one instruction set (isa.py): tiles.py, epilogue.py, rows.py,
                        written in vector_ir.py's and scalar.py's vocabulary
     step_function.py   the step compiled in a thread while the rest of a start goes on
-    compile_cache.py   machine code on disk
+    lean_compile.py    inner functions are optimised once, in the step; compile_cache.py: machine code on disk
 
 Bitwise invariance
     A row's logits are the same to the last bit alone or in any batch, in any chunks, on cold or cached

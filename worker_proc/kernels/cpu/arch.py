@@ -118,6 +118,11 @@ def _require(condition: bool, reason: str) -> None:
         raise NotCovered(reason)
 
 
+def is_described(config: Any) -> bool:
+    """Whether the table has the model type of a transformers config; its parts may still not fit."""
+    return any(config.model_type in architecture.model_types for architecture in ARCHITECTURES)
+
+
 def _find_architecture(config: Any) -> Architecture:
     for architecture in ARCHITECTURES:
         if config.model_type in architecture.model_types:

@@ -37,6 +37,9 @@ class Isa:
     splits_powers: bool
     """It has AVX-512's instructions that split a number at its integer part, scale by powers of two, and guess
     reciprocals."""
+    most_wide_rows: int = 32
+    """Most rows whose tile holds both column blocks at once; a taller one takes first one block, then the other,
+    so that its sums and one block's widened weights fit into the registers (``tiles.py``)."""
 
     @property
     def activation_bytes(self) -> int:
@@ -55,8 +58,8 @@ AVX512_BF16 = Isa("avx512_bf16", "vdpbf16ps", (12, 8, 4, 3, 2, 1), True, True)
 AVX512_BF16_FMA = Isa("avx512_bf16_fma", "fma", (12, 8, 4, 3, 2, 1), True, True)
 """bf16 is stored by the machine's instruction and multiplied as float32."""
 AVX512 = Isa("avx512", "fma", (12, 8, 4, 3, 2, 1), False, True)
-AVX2 = Isa("avx2", "fma", (2, 1), False, False)
-NEON = Isa("neon", "fma", (3, 2, 1), False, False)
+AVX2 = Isa("avx2", "fma", (6, 4, 3, 2, 1), False, False, most_wide_rows=2)
+NEON = Isa("neon", "fma", (6, 4, 2, 1), False, False, most_wide_rows=2)
 
 ALL = (AMX, AVX512_BF16, AVX512_BF16_FMA, AVX512, AVX2, NEON)
 

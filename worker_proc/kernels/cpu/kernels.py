@@ -15,6 +15,7 @@ from numba import njit, types
 
 from worker_proc.kernels.cpu import epilogue, rows, scalar, tiles
 from worker_proc.kernels.cpu.isa import Isa
+from worker_proc.kernels.cpu.lean_compile import LeanCompiler
 
 Kernel = Callable[..., Any]
 
@@ -45,9 +46,11 @@ def jit(function: Any) -> Any:
     No fast-math: the order of sums is part of the result. Numba would compile a version for each
     constant and each integer width that a call happens to have; that tripled the start-up time.
     Nor are there wrappers for calls from Python or C, a third of the rest: only the step function is
-    called from there.
+    called from there, which is optimised as a whole (``lean_compile.py``).
     """
-    wrap = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+    wrap = njit(
+        nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=LeanCompiler
+    )
     dispatcher = wrap(function)
     resolve = dispatcher.get_call_template
 

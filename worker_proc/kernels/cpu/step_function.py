@@ -56,7 +56,7 @@ class StepFunction:
         try:
             main = njit(nogil=True, error_model="numpy")(make_forward(self.isa))
             compile_cache.attach(main, "step", self.isa.name, self._progress)
-            self._progress(f"{what}: loading, or compiling on the first start on this machine (10 to 20 s)")
+            self._progress(f"{what}: loading, or compiling on the first start on this machine (about 15 s)")
             main.compile(_signature())
         except Exception as error:  # handed to the thread that waits in compiled()
             self._error = error
@@ -88,6 +88,4 @@ def begin_early(
     if device == "auto" and nvidia.exists():
         return None
     isa = detect()
-    if isinstance(isa, str) or (dtype == "auto" and not isa.native_bf16_store):
-        return None
-    return StepFunction(isa, progress)
+    return None if isinstance(isa, str) else StepFunction(isa, progress)

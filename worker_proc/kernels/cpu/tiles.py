@@ -16,6 +16,8 @@ Arithmetic of the limits, per core and cycle (Sapphire Rapids class)
                 weight loads and 12 broadcasts; 24 accumulators fit into 32 registers.
     fma:        16 multiply-adds an instruction, two instructions a cycle. Widening the weights, a shift and a
                 mask, takes the same units: 4 for the 48 products of 12 rows and a pair.
+    AVX2, NEON: 12 products of 8 lanes (24 of 4) for an element of 6 rows and 16 columns. That leaves 4 (8) registers
+                for widened weights and a row's input, so a pair of weights is loaded twice rather than kept.
 
 Order of summation: ``vdpbf16ps`` and ``fma`` add pair after pair. AMX sums the even and the odd
 elements of 32 inputs apart, then adds both to the accumulator. Each is the same for every row and
@@ -32,6 +34,7 @@ The tile kernels as Numba sees them
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import llvmlite.ir as ir
@@ -63,8 +66,8 @@ _ints = (types.int64,) * 10
 # ------------------------------------------------------------------------------- vdpbf16ps and fma
 
 
-def _accumulators(e: VectorEmitter, rows: int) -> list[list[Any]]:
-    accs = [[cgutils.alloca_once(e.b, V16F) for _ in range(2)] for _ in range(rows)]
+def _accumulators(e: VectorEmitter, rows: int, blocks: int) -> list[list[Any]]:
+    accs = [[cgutils.alloca_once(e.b, V16F) for _ in range(blocks)] for _ in range(rows)]
     for row in accs:
         for acc in row:
             e.b.store(e.zero(), acc)
@@ -73,18 +76,30 @@ def _accumulators(e: VectorEmitter, rows: int) -> list[list[Any]]:
 
 def _multiply_pair(e: VectorEmitter, accs: list[list[Any]], x_rows: list[Any], w: list[Any]) -> None:
     """One pair of inputs: load the weights once, broadcast each row's pair, or its elements in turn."""
-    weights = [e.load(address, V16I) for address in w]
     if e.isa.dot == "vdpbf16ps":
+        weights = [e.load(address, V16I) for address in w]
         for acc_row, x in zip(accs, x_rows, strict=True):
             pair = e.splat(e.load(x, I32), V16I)
             for acc, weight in zip(acc_row, weights, strict=True):
                 e.b.store(e.dot_bf16(e.b.load(acc), pair, weight), acc)
         return
-    for element, halves in enumerate(zip(*(e.widen_pairs(weight) for weight in weights), strict=True)):
+    for element, widened in enumerate(_widened(e, w)):
         for acc_row, x in zip(accs, x_rows, strict=True):
             value = e.splat(e.load(e.at(x, 4 * element), F32))
-            for acc, half in zip(acc_row, halves, strict=True):
+            for acc, half in zip(acc_row, widened, strict=True):
                 e.b.store(e.fma(value, half, e.b.load(acc)), acc)
+
+
+def _widened(e: VectorEmitter, w: list[Any]) -> Iterator[list[Any]]:
+    """The first elements of a pair as float32, one vector per column block, then the second elements."""
+    if e.isa.splits_powers:
+        pairs = [e.load(address, V16I) for address in w]
+        yield [e.widen_first(pair) for pair in pairs]
+        yield [e.widen_second(pair) for pair in pairs]
+        return
+    # Where registers are few the pair is loaded again rather than kept; volatile, or LLVM would keep it.
+    yield [e.widen_first(e.load(address, V16I, volatile=True)) for address in w]
+    yield [e.widen_second(e.load(address, V16I, volatile=True)) for address in w]
 
 
 def _spill(e: VectorEmitter, accs: list[list[Any]], out: Any, ldo: Any) -> None:
@@ -95,6 +110,11 @@ def _spill(e: VectorEmitter, accs: list[list[Any]], out: Any, ldo: Any) -> None:
 
 def _row_starts(e: VectorEmitter, x: Any, ldx: Any, rows: int) -> list[Any]:
     return [e.at(x, ldx, m) if m else x for m in range(rows)]
+
+
+def _passes(isa: Isa, rows: int) -> list[list[int]]:
+    """The column blocks, 0 and 1, that a tile of so many rows takes at once: both, or one after the other."""
+    return [[0, 1]] if rows <= isa.most_wide_rows else [[0], [1]]
 
 
 def _look_ahead(e: VectorEmitter, ahead: Any, lines: Any, step: Any) -> None:
@@ -114,20 +134,21 @@ def make_vector_dot(isa: Isa, rows: int, prefetch: bool) -> Any:
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
             x, ldx, w0, w1, steps, w_step, out, ldo, ahead, lines = args
             e = VectorEmitter(b, isa)
-            accs = _accumulators(e, rows)
-            starts = _row_starts(e, x, ldx, rows)
-            with cgutils.for_range(b, steps, intp=I64) as outer:
-                bases = [b.add(w, b.mul(outer.index, w_step)) for w in (w0, w1)]
-                if not prefetch:
-                    _look_ahead(e, ahead, lines, outer.index)
-                with cgutils.for_range(b, e.i64(STEP_PAIRS), intp=I64) as inner:
-                    pair = b.add(b.mul(outer.index, e.i64(STEP_PAIRS)), inner.index)
-                    here = [e.at(base, inner.index, PAIR_BYTES) for base in bases]
-                    if prefetch:
-                        for address in here:
-                            e.prefetch(e.at(address, PREFETCH_BYTES), locality=2)
-                    _multiply_pair(e, accs, [e.at(s, pair, 2 * isa.activation_bytes) for s in starts], here)
-            _spill(e, accs, out, ldo)
+            for blocks in _passes(isa, rows):
+                accs = _accumulators(e, rows, len(blocks))
+                starts = _row_starts(e, x, ldx, rows)
+                with cgutils.for_range(b, steps, intp=I64) as outer:
+                    bases = [b.add((w0, w1)[j], b.mul(outer.index, w_step)) for j in blocks]
+                    if not prefetch and blocks[0] == 0:
+                        _look_ahead(e, ahead, lines, outer.index)
+                    with cgutils.for_range(b, e.i64(STEP_PAIRS), intp=I64) as inner:
+                        pair = b.add(b.mul(outer.index, e.i64(STEP_PAIRS)), inner.index)
+                        here = [e.at(base, inner.index, PAIR_BYTES) for base in bases]
+                        if prefetch:
+                            for address in here:
+                                e.prefetch(e.at(address, PREFETCH_BYTES), locality=2)
+                        _multiply_pair(e, accs, [e.at(s, pair, 2 * isa.activation_bytes) for s in starts], here)
+                _spill(e, accs, e.at(out, 64 * blocks[0]), ldo)
             return ctx.get_dummy_value()
 
         return types.void(*_ints), emit
@@ -143,16 +164,17 @@ def make_vector_weigh(isa: Isa, rows: int) -> Any:
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
             p, ldp, blocks, num_blocks, offset, out, ldo = args
             e = VectorEmitter(b, isa)
-            accs = _accumulators(e, rows)
-            starts = _row_starts(e, p, ldp, rows)
-            with cgutils.for_range(b, num_blocks, intp=I64) as outer:
-                base = b.add(e.load(e.at(blocks, outer.index, 8), I64, align=8), offset)
-                with cgutils.for_range(b, e.i64(V_BLOCK_PAIRS), intp=I64) as inner:
-                    pair = b.add(b.mul(outer.index, e.i64(V_BLOCK_PAIRS)), inner.index)
-                    here = e.at(base, inner.index, PAIR_BYTES)
-                    w = [here, e.at(here, V_COLUMN_BYTES)]
-                    _multiply_pair(e, accs, [e.at(s, pair, 2 * isa.activation_bytes) for s in starts], w)
-            _spill(e, accs, out, ldo)
+            for columns in _passes(isa, rows):
+                accs = _accumulators(e, rows, len(columns))
+                starts = _row_starts(e, p, ldp, rows)
+                with cgutils.for_range(b, num_blocks, intp=I64) as outer:
+                    base = b.add(e.load(e.at(blocks, outer.index, 8), I64, align=8), offset)
+                    with cgutils.for_range(b, e.i64(V_BLOCK_PAIRS), intp=I64) as inner:
+                        pair = b.add(b.mul(outer.index, e.i64(V_BLOCK_PAIRS)), inner.index)
+                        here = e.at(base, inner.index, PAIR_BYTES)
+                        w = [e.at(here, j * V_COLUMN_BYTES) for j in columns]
+                        _multiply_pair(e, accs, [e.at(s, pair, 2 * isa.activation_bytes) for s in starts], w)
+                _spill(e, accs, e.at(out, 64 * columns[0]), ldo)
             return ctx.get_dummy_value()
 
         return types.void(*_ints[:7]), emit

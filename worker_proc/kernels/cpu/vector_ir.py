@@ -56,6 +56,15 @@ V16B = ir.VectorType(BFloat(), LANES)
 V32B = ir.VectorType(BFloat(), 2 * LANES)
 
 
+class VolatileLoad(ir.LoadInstr):  # type: ignore[misc]
+    """A load that LLVM neither joins with another of the same address nor moves; llvmlite has none."""
+
+    def descr(self, buf: list[str]) -> None:
+        """Append the instruction's text."""
+        pointer = self.operands[0]
+        buf.append(f"load volatile {self.type}, {pointer.type} {pointer.get_reference()}, align {self.align}\n")
+
+
 class VectorEmitter:
     """An llvmlite builder with the vocabulary of our kernels."""
 
@@ -87,9 +96,15 @@ class VectorEmitter:
             return self.b.add(base, self.i64(offset * scale)) if offset else base
         return self.b.add(base, self.b.mul(offset, self.i64(scale)) if scale != 1 else offset)
 
-    def load(self, address: Any, kind: Any, align: int = 4) -> Any:
-        """Load a ``kind`` from an integer address."""
-        return self.b.load(self.b.inttoptr(address, kind.as_pointer()), align=align)
+    def load(self, address: Any, kind: Any, align: int = 4, volatile: bool = False) -> Any:
+        """Load a ``kind`` from an integer address. ``volatile``: not to be joined with another load of it."""
+        pointer = self.b.inttoptr(address, kind.as_pointer())
+        if not volatile:
+            return self.b.load(pointer, align=align)
+        loaded = VolatileLoad(self.b.block, pointer)
+        loaded.align = align
+        self.b._insert(loaded)
+        return loaded
 
     def store(self, value: Any, address: Any, align: int = 4) -> None:
         """Store a value at an integer address."""
@@ -208,7 +223,10 @@ class VectorEmitter:
         args = [self.b.bitcast(v, V32B) for v in (x_pair, w_pairs)]
         return self.call("llvm.x86.avx512bf16.dpbf16ps.512", V16F, acc, *args)
 
-    def widen_pairs(self, w_pairs: Any) -> tuple[Any, Any]:
-        """The first and the second bf16 of each lane's pair (int32), as float32."""
-        first, second = self.b.shl(w_pairs, self.ivec(16)), self.b.and_(w_pairs, self.ivec(-65536))
-        return self.b.bitcast(first, V16F), self.b.bitcast(second, V16F)
+    def widen_first(self, w_pairs: Any) -> Any:
+        """The first bf16 of each lane's pair (int32), as float32."""
+        return self.b.bitcast(self.b.shl(w_pairs, self.ivec(16)), V16F)
+
+    def widen_second(self, w_pairs: Any) -> Any:
+        """The second bf16 of each lane's pair (int32), as float32."""
+        return self.b.bitcast(self.b.and_(w_pairs, self.ivec(-65536)), V16F)
