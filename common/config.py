@@ -41,7 +41,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     revision: Annotated[str, flag("revision of a Hugging Face id")] = ""
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
-        flag("weights and arithmetic; auto: bfloat16 where the machine calculates in it or cpu-fast runs the model, else float32"),
+        flag("weights and arithmetic; auto: bfloat16 where the machine has it or cpu-fast runs, else float32"),
     ] = "auto"
     context_length: Annotated[int, flag("most positions of a request; 0: the model's own limit", ge=0)] = 0
     load_format: Annotated[
