@@ -125,7 +125,7 @@ def specs_from(args: argparse.Namespace) -> list[ServerSpec]:
     """The servers named on the command line, ours first."""
     specs = [servers.quintet(*args.quintet_flag, model=args.model_dir)]
     if args.vllm:
-        specs.append(servers.vllm_cpu(args.vllm, args.model_dir))
+        specs.append(servers.vllm_cpu(args.vllm, args.model_dir, args.vllm_dtype))
     if args.llama_server:
         specs.append(servers.llama_cpp(args.llama_server, args.gguf))
     return specs
@@ -136,6 +136,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-dir", default="", help="safetensors folder; empty: the default model (ours only)")
     parser.add_argument("--vllm", default="", help="the vllm executable of a vllm-cpu environment")
+    parser.add_argument("--vllm-dtype", default="bfloat16", help="its --dtype: float32 where it is faster in that")
     parser.add_argument("--llama-server", default="", help="the llama-server executable")
     parser.add_argument("--gguf", default="", help="bf16 GGUF of the same weights for llama.cpp")
     parser.add_argument("--openvino", default="", help="Python of an environment with openvino-genai")

@@ -66,9 +66,9 @@ def quintet(*flags: str, model: str = "", name: str = "quintet") -> ServerSpec:
     return ServerSpec(name, [*command, *flags], "default")
 
 
-def vllm_cpu(executable: str, model_dir: str) -> ServerSpec:
-    """vLLM for CPU serving a safetensors folder in bf16."""
-    command = [executable, "serve", model_dir, "--dtype", "bfloat16", "--max-model-len", "4096", "--port", "{port}"]
+def vllm_cpu(executable: str, model_dir: str, dtype: str = "bfloat16") -> ServerSpec:
+    """vLLM for CPU serving a safetensors folder."""
+    command = [executable, "serve", model_dir, "--dtype", dtype, "--max-model-len", "4096", "--port", "{port}"]
     env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "HF_HUB_OFFLINE": "1"}
     return ServerSpec("vllm-cpu", [*command, "--served-model-name", "default"], "default", env)
 
