@@ -7,7 +7,8 @@
 
 A gap is the time from the end of the last kernel or copy that a step launched to the beginning of the first that the
 next one launches. Kernels are counted to the step within which they were launched (a graph's too: its launch has
-their correlation). A trace without a GPU has its torch operations in place of kernels; its gaps say nothing of a GPU.
+their correlation); a step that is launched in two parts (worker_proc/launched.py) has two marks. A trace without a GPU
+has its torch operations in place of kernels; its gaps say nothing of a GPU.
 The profiler itself takes time on the host, so the gaps of an undisturbed server are smaller. The last line is JSON.
 """
 
@@ -61,7 +62,7 @@ def device_steps(events: list[dict[str, Any]]) -> tuple[list[Step], bool]:
 
     def step_at(time: float) -> int | None:
         place = bisect_right(begins, time) - 1
-        return place if place >= 0 and time <= marks[place][1] else None
+        return marks[place][2] if place >= 0 and time <= marks[place][1] else None
 
     launched = {
         event["args"]["correlation"]: event["ts"]
@@ -72,10 +73,10 @@ def device_steps(events: list[dict[str, Any]]) -> tuple[list[Step], bool]:
     work: dict[int, list[Interval]] = {}
     for event in on_device or [event for event in events if event.get("cat") == "cpu_op"]:
         at = launched.get(event.get("args", {}).get("correlation")) if on_device else event["ts"]
-        place = None if at is None else step_at(at)
-        if place is not None:
-            work.setdefault(place, []).append((event["ts"], event["ts"] + event["dur"]))
-    steps = [_step(marks[place][2], intervals) for place, intervals in sorted(work.items())]
+        number = None if at is None else step_at(at)
+        if number is not None:
+            work.setdefault(number, []).append((event["ts"], event["ts"] + event["dur"]))
+    steps = [_step(number, intervals) for number, intervals in sorted(work.items())]
     return steps, bool(on_device)
 
 
@@ -90,9 +91,7 @@ def _step(number: int, intervals: list[Interval]) -> Step:
 def gaps_us(steps: list[Step]) -> list[float]:
     """Idle time between each step and the one numbered next, 0 where they overlap."""
     return [
-        max(0.0, after.begin - before.end)
-        for before, after in pairwise(steps)
-        if after.number == before.number + 1
+        max(0.0, after.begin - before.end) for before, after in pairwise(steps) if after.number == before.number + 1
     ]
 
 

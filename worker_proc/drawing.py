@@ -1,11 +1,13 @@
-"""From a step's logits to the next ids of its requests: what is drawn, what grammars force, what is reported."""
+"""From a step's logits to the next ids of its requests: what is drawn, what grammars force, what is reported.
+
+In two halves: ``begin`` launches the drawing, ``see`` takes its ids (``launched.py`` says what is between them).
+"""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 
 import numpy as np
-from numpy.typing import NDArray
 
 from common.errors import raise_if_starved
 from common.messages import PromptLogprobs, RowFlag, TopLogprobs, pack_f32, pack_i32
@@ -14,14 +16,14 @@ from worker_proc.grammar_protocol import Bitmask, GrammarSession, bitmask_words
 from worker_proc.launched import LaunchedStep, RowOutcome
 from worker_proc.packing import Row
 from worker_proc.runner import ModelRunner
-from worker_proc.sampling.request import I32, AheadSampler, LogprobRequest, Sampler, SampleRequest, TopTokens
+from worker_proc.sampling.request import AheadSampler, LogprobRequest, SampleRequest, TopTokens
 from worker_proc.slots import Slot
 
 
 class Drawing:
     """Draws for one executor. ``grammars`` is None where constrained decoding is off."""
 
-    def __init__(self, runner: ModelRunner, sampler: Sampler, grammars: GrammarThreads | None) -> None:
+    def __init__(self, runner: ModelRunner, sampler: AheadSampler, grammars: GrammarThreads | None) -> None:
         self._sampler = sampler
         self._grammars = grammars
         self._page_size = runner.page_size
@@ -32,8 +34,24 @@ class Drawing:
 
         A grammar that is still being compiled brings its first mask with it.
         """
-        sessions = [row.slot.grammar for row in rows if row.samples and isinstance(row.slot.grammar, MaskAhead)]
+        sampling = (row.slot for row in rows if row.samples and not row.slot.finished)
+        sessions = [slot.grammar for slot in sampling if isinstance(slot.grammar, MaskAhead)]
         return self._grammars.prepare(sessions) if sessions and self._grammars is not None else None
+
+    @staticmethod
+    def _is_open(row: Row, step: LaunchedStep) -> bool:
+        """Whether the row can still draw, after what the step before it gave once this one was launched: not if the
+        request has ended, nor if ids were forced that are not computed. Those may not be given now: to the scheduler
+        a row that gives ids has computed all that were known."""
+        slot = row.slot
+        if slot.finished:
+            step.outcomes[row.index].flags |= RowFlag.SKIPPED
+            return False
+        if row.start + row.length == slot.num_known:
+            return True
+        if isinstance(slot.grammar, MaskAhead) and slot.grammar.in_tool_call():
+            step.outcomes[row.index].flags |= RowFlag.IN_TOOL_CALL
+        return False
 
     def _ready(self, rows: list[Row], step: LaunchedStep) -> list[Row]:
         """The rows that can sample now. One whose grammar is not compiled yet is postponed, so that nobody
@@ -53,11 +71,12 @@ class Drawing:
                 row.slot.computed_len -= 1
         return ready
 
-    def draw(self, step: LaunchedStep) -> None:
-        """Draw, or take from the grammar, the next ids of every row that samples."""
-        drawn: list[Row] = []
+    def begin(self, step: LaunchedStep) -> None:
+        """Launch the drawing of the next id of every row that samples; forced ids are appended at once."""
+        if step.masks is not None:
+            step.masks.result()
         requests: list[SampleRequest] = []
-        for row in self._ready([row for row in step.rows if row.samples], step):
+        for row in self._ready([row for row in step.rows if row.samples and self._is_open(row, step)], step):
             try:
                 request = self._request(row, step.outcomes[row.index])
             except Exception as error:  # the grammar of one request
@@ -65,63 +84,45 @@ class Drawing:
                 step.fail(row.index, row.slot, f"grammar: {error}")
                 continue
             if request is not None:
-                drawn.append(row)
+                step.drawn_rows.append(row)
                 requests.append(request)
-        if not requests:
-            return
-        taken = self._take(drawn, *self._sampler.sample(step.logits, requests), step)
-        reports = [
-            (row, LogprobRequest(row.sample_logit, token, k))
-            for row, token in taken
-            if (k := row.slot.sampling.logprobs) is not None
-        ]
-        if reports:
-            values, tops = self._sampler.logprobs(step.logits, [request for _, request in reports])
-            for (row, report), value, top in zip(reports, values.tolist(), tops, strict=True):
-                step.outcomes[row.index].logprobs.append(value)
-                if report.k > 0:
-                    step.outcomes[row.index].top.append(_record(top))
-
-    @staticmethod
-    def begin(step: LaunchedStep, sampler: AheadSampler) -> None:
-        """Launch the drawing of ids that need nothing of the host (``Slot.plain``)."""
-        step.drawn_rows = [row for row in step.rows if row.samples]
-        requests = [_sample_request(row) for row in step.drawn_rows]
         if requests:
-            step.drawn = sampler.begin(step.logits, requests)
+            step.drawn = self._sampler.begin(step.logits, requests)
         for place, row in enumerate(step.drawn_rows):
             row.slot.unseen += 1
             row.slot.drawn_at = place
 
     def see(self, step: LaunchedStep) -> None:
-        """Wait for the ids of ``begin`` and append them to their requests."""
+        """Wait for the ids of ``begin``, append them to their requests, and what grammars force after them."""
         if step.drawn is None:
             return
         tokens, bad = step.drawn.wait()
         for row in step.drawn_rows:
             row.slot.unseen -= 1
-        self._take(step.drawn_rows, tokens, bad, step)
+        for place, row in enumerate(step.drawn_rows):
+            if self._take(row, int(tokens[place]), bool(bad[place]), step) and row.slot.sampling.logprobs is not None:
+                value, top = step.drawn.report(place)
+                step.outcomes[row.index].logprobs.append(float(value))
+                if row.slot.sampling.logprobs > 0:
+                    step.outcomes[row.index].top.append(_record(top))
 
-    def _take(self, rows: list[Row], tokens: I32, bad: NDArray[np.bool_], step: LaunchedStep) -> list[tuple[Row, int]]:
-        """Append drawn ids to their requests, and what grammars force after them; the rows and ids that were fit."""
-        taken = []
-        for row, token, is_bad in zip(rows, tokens.tolist(), bad.tolist(), strict=True):
-            if row.slot.finished:  # by the step before, whose id was not seen when this one was launched
-                step.outcomes[row.index].flags |= RowFlag.SKIPPED
-                continue
-            if is_bad:
-                message = "the model's logits are not finite, or every token is forbidden"
-                step.fail(row.index, row.slot, message)
-                continue
-            try:
-                self._accept(row.slot, token, step.outcomes[row.index])
-            except Exception as error:
-                raise_if_starved(error)
-                step.fail(row.index, row.slot, f"grammar: {error}")
-                step.outcomes[row.index].ids.clear()
-                continue
-            taken.append((row, token))
-        return taken
+    def _take(self, row: Row, token: int, is_bad: bool, step: LaunchedStep) -> bool:
+        """Append a drawn id to its request, and what its grammar forces after it. Whether it was fit."""
+        outcome = step.outcomes[row.index]
+        if row.slot.finished:  # by the step before, whose id was not seen when this one was drawn
+            outcome.flags |= RowFlag.SKIPPED
+            return False
+        if is_bad:
+            step.fail(row.index, row.slot, "the model's logits are not finite, or every token is forbidden")
+            return False
+        try:
+            self._accept(row.slot, token, outcome)
+        except Exception as error:
+            raise_if_starved(error)
+            step.fail(row.index, row.slot, f"grammar: {error}")
+            outcome.ids.clear()
+            return False
+        return True
 
     def _request(self, row: Row, outcome: RowOutcome) -> SampleRequest | None:
         """How to draw the row's next id; None if the grammar forced it and it was appended."""
@@ -180,18 +181,30 @@ class Drawing:
             slot.grammar = slot.grammar.result()
         return slot.grammar
 
-    def prompt_logprobs(self, step: LaunchedStep) -> list[PromptLogprobs]:
-        """Log-probabilities of the prompts' ids, for the rows that want them."""
-        out = []
+    def begin_prompt_logprobs(self, step: LaunchedStep) -> None:
+        """Launch the log-probabilities of the prompts' ids, for the rows that want them."""
+        requests = [
+            LogprobRequest(row.first_logit + i, token, row.slot.sampling.prompt_logprobs or 0)
+            for row in step.rows
+            if row.prompt_rows
+            for i, token in enumerate(row.slot.ids.view()[row.start + 1 : row.start + 1 + row.prompt_rows].tolist())
+        ]
+        if requests or not any(row.samples for row in step.rows):
+            step.reports = self._sampler.begin_logprobs(step.logits, requests)
+
+    @staticmethod
+    def prompt_logprobs(step: LaunchedStep) -> list[PromptLogprobs]:
+        """Wait for what ``begin_prompt_logprobs`` launched."""
+        if step.reports is None:
+            return []
+        values, tops = step.reports.wait()
+        out, at = [], 0
         for row in step.rows:
-            if row.prompt_rows == 0:
-                continue
-            k = row.slot.sampling.prompt_logprobs or 0
-            targets = row.slot.ids.view()[row.start + 1 : row.start + 1 + row.prompt_rows].tolist()
-            requests = [LogprobRequest(row.first_logit + i, token, k) for i, token in enumerate(targets)]
-            values, tops = self._sampler.logprobs(step.logits, requests)
-            records = [_record(top) for top in tops] if k > 0 else []
-            out.append(PromptLogprobs(row.index, row.start + 1, pack_f32(values), records))
+            if row.prompt_rows:
+                own = slice(at, at + row.prompt_rows)
+                records = [_record(top) for top in tops[own]] if row.slot.sampling.prompt_logprobs else []
+                out.append(PromptLogprobs(row.index, row.start + 1, pack_f32(values[own]), records))
+                at += row.prompt_rows
         return out
 
 

@@ -1,6 +1,7 @@
 """Runs steps: copies, begins, rows, ends, in the order sent; knows requests, not sockets.
 
-A step is launched, then finished. Where a device computes beside the host, the next one may be launched in between.
+A step is launched, drawn, and finished. Where a device computes beside the host, the next one is launched before this
+one is finished (``launched.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from common.errors import InvariantError
 from common.messages import (
     BeginRequest,
     ForwardBatch,
-    PromptLogprobs,
     RowFlag,
     StepResult,
     pack_f32,
@@ -28,8 +28,9 @@ from worker_proc.grammar_protocol import GrammarBackend, bitmask_words
 from worker_proc.launched import LaunchedStep, RowOutcome, late_ids
 from worker_proc.packing import pack, plan_row
 from worker_proc.runner import AheadRunner, ModelRunner
+from worker_proc.sampling.at_once import AtOnce
 from worker_proc.sampling.request import AheadSampler, Sampler
-from worker_proc.slots import Slot, is_plain
+from worker_proc.slots import Slot
 
 
 class StepExecutor:
@@ -50,12 +51,12 @@ class StepExecutor:
         self.runner = runner
         self.sampler = sampler
         self._clock = clock
-        self._ahead = ahead
+        self._ahead_runner = None if ahead is None else ahead[0]
         self._finished_at = 0.0
         self._slots: dict[int, Slot] = {}
         num_words = bitmask_words(runner.vocab_size)
         self._grammars = None if grammar_backend is None else GrammarThreads(grammar_backend, num_words, clock=clock)
-        self._drawing = Drawing(runner, sampler, self._grammars)
+        self._drawing = Drawing(runner, AtOnce(sampler) if ahead is None else ahead[1], self._grammars)
 
     def reset(self) -> None:
         """Forget every request. Pages need no clearing: nobody reads a cell before it is written."""
@@ -76,23 +77,16 @@ class StepExecutor:
 
     @property
     def runs_ahead(self) -> bool:
-        """Steps may be launched while others are under way."""
-        return self._ahead is not None
-
-    def can_follow(self, before: LaunchedStep, batch: ForwardBatch) -> bool:
-        """Whether ``batch`` may be launched before ``before`` is finished: no request of either needs the host."""
-        if not before.is_early:
-            return False
-        begins = {record.slot: is_plain(record) for record in batch.begins}
-        known = (begins.get(number) or self._is_plain(number) for number in unpack_i32(batch.slots).tolist())
-        return all(begins.values()) and all(known)
-
-    def _is_plain(self, number: int) -> bool:
-        slot = self._slots.get(number)
-        return slot is not None and slot.plain
+        """A step may be launched while the one before it is under way."""
+        return self._ahead_runner is not None
 
     def launch(self, batch: ForwardBatch, idle_s: float = 0.0, before: LaunchedStep | None = None) -> LaunchedStep:
-        """Begin one step. ``before``: the step under way that it follows (see ``can_follow``), to be finished next."""
+        """Launch a step's forward pass, and its drawing unless that must wait for what ``before`` gives.
+
+        ``before``: the step under way, if there is one. It is drawn, and to be finished next; then ``draw`` this one.
+        """
+        if before is not None and not before.is_drawn:
+            raise InvariantError(f"step {batch.step} is launched and step {before.batch.step} is not drawn")
         step = LaunchedStep(batch, idle_s, started=time.time(), begun=self._clock())
         self._copy(batch)
         for record in batch.begins:
@@ -101,37 +95,45 @@ class StepExecutor:
         self._plan(step)
         step.forwarded = self._clock()
         if step.rows:
-            step.masks = self._drawing.masks_ahead(step.rows)
-            packed = pack(step.rows, self.runner.page_size)
-            late = late_ids(step.rows, packed, before)
-            if late is None or self._ahead is None:
-                step.logits = self.runner.forward(packed)
-            else:
-                step.logits = self._ahead[0].forward_late(packed, late)
-            for row in step.rows:
-                row.slot.computed_len += row.length
+            if before is None:
+                step.masks = self._drawing.masks_ahead(step.rows)
+            self._forward(step, before)
             step.forwarded = self._clock()
-        if self._ahead is not None and all(row.slot.plain for row in step.rows):
-            step.is_early = True
-            Drawing.begin(step, self._ahead[1])
-            self._end_all(batch)  # now, since the next step may begin others in their slots
+            self._drawing.begin_prompt_logprobs(step)
+        if self.runs_ahead and (before is None or not any(row.samples and row.slot.needs_host for row in step.rows)):
+            self.draw(step)
         return step
 
-    def finish(self, step: LaunchedStep) -> StepResult:
-        """Wait for a step's ids and say what it gave."""
+    def _forward(self, step: LaunchedStep, before: LaunchedStep | None) -> None:
+        packed = pack(step.rows, self.runner.page_size)
+        late = late_ids(step.rows, packed, before)
+        if late is None or self._ahead_runner is None:
+            step.logits = self.runner.forward(packed)
+        else:
+            step.logits = self._ahead_runner.forward_late(packed, late)
+        for row in step.rows:
+            row.slot.computed_len += row.length
+
+    def draw(self, step: LaunchedStep) -> None:
+        """Launch a step's drawing, if it is not. The step before it is finished, or this one does not need it."""
+        if step.is_drawn:
+            return
+        self._drawing.begin(step)
+        step.is_drawn, step.logits = True, None  # the next step needs the room
+        for slot in unpack_i32(step.batch.ends):  # now, since the next step may begin others in their slots
+            self._end(int(slot))
+
+    def finish(self, step: LaunchedStep, after: LaunchedStep | None = None) -> StepResult:
+        """Wait for what a step gave. ``after``: the step launched since, whose masks are computed from now on."""
         batch, outcomes = step.batch, step.outcomes
-        prompt_logprobs: list[PromptLogprobs] = []
-        if step.is_early:
-            self._drawing.see(step)
+        self.draw(step)
+        self._drawing.see(step)
+        if after is not None and not after.is_drawn:
+            after.masks = self._drawing.masks_ahead(after.rows)
+        prompt_logprobs = self._drawing.prompt_logprobs(step)
+        if self.runs_ahead:
             step.forwarded = self._clock()
             step.begun = max(step.begun, self._finished_at)  # until then the device had the step before
-        else:
-            if step.rows:
-                if step.masks is not None:
-                    step.masks.result()
-                self._drawing.draw(step)
-                prompt_logprobs = self._drawing.prompt_logprobs(step)
-            self._end_all(batch)
         self._finished_at = self._clock()
         return StepResult(
             epoch=batch.epoch,
@@ -148,10 +150,6 @@ class StepExecutor:
             sample_s=self._finished_at - step.forwarded,
             idle_s=step.idle_s,
         )
-
-    def _end_all(self, batch: ForwardBatch) -> None:
-        for slot in unpack_i32(batch.ends):
-            self._end(int(slot))
 
     def _copy(self, batch: ForwardBatch) -> None:
         if batch.copies:

@@ -1,8 +1,21 @@
 """A step between its launch and its result.
 
-On a GPU the host only launches a step; what it drew is on the host some time later. A step can be launched before
-the ids of the one before it are there (``StepExecutor.can_follow``): the device takes them from its own memory, so
-it never waits for Python. On a CPU both halves follow each other at once.
+On a GPU the host only launches a step; what it drew is on the host some time later. So that the device never waits
+for Python, the step after it is launched before, in two parts:
+
+- Its **forward pass** needs the ids that were drawn, and those are on the device: it takes them from there.
+- Its **drawing** may need what the host makes of these ids: a grammar's next mask, the counts of a penalty
+  (``Slot.needs_host``). Then it is launched when they have been seen, while its forward pass runs; else at once.
+
+    device   forward N | draw N | forward N+1    | draw N+1 | forward N+2 ...
+    host                 launch forward N+1, see N, launch draw N+1, launch forward N+2
+
+What the host learns too late makes a row one that was computed in vain, never one that gives another id. A request
+that ended: its row is skipped. A grammar that forces ids after the one drawn: these are not computed yet, so the row
+draws nothing, and the next one computes them (its forward pass has computed the drawn one). It cannot be drawn under
+the mask instead: a mask allows every way of cutting the forced text into tokens, and jumping ahead takes one.
+
+On a CPU everything follows each other at once.
 """
 
 from __future__ import annotations
@@ -16,7 +29,7 @@ import numpy as np
 from common.messages import ForwardBatch, RowFailure, TopLogprobs
 from worker_proc.packing import Row
 from worker_proc.runner import LateIds, PackedBatch
-from worker_proc.sampling.request import Drawn
+from worker_proc.sampling.request import Drawn, Reports
 from worker_proc.slots import Slot
 
 
@@ -47,12 +60,15 @@ class LaunchedStep:
     rows: list[Row] = field(default_factory=list)
     """Those that compute something."""
     logits: Any = None
+    """Until the drawing is launched."""
     masks: Future[None] | None = None
-    is_early: bool = False
-    """Nothing of it needs the host: the next step may be launched before this one's ids are seen."""
+    is_drawn: bool = False
+    """Its drawing is launched too; none of its rows may need any."""
     drawn: Drawn | None = None
-    """Of an early step, if any of its rows samples."""
     drawn_rows: list[Row] = field(default_factory=list)
+    """Request r of ``drawn`` is that of row r here."""
+    reports: Reports | None = None
+    """Of the prompts' ids. Also of a step that draws nothing, to tell when it has ended."""
 
     def fail(self, index: int, slot: Slot, message: str) -> None:
         """The request of row ``index`` cannot go on; its later rows are skipped."""
@@ -61,8 +77,9 @@ class LaunchedStep:
 
     @property
     def ready(self) -> bool:
-        """Its ids are on the host."""
-        return self.drawn is None or self.drawn.ready()
+        """What it gave is on the host."""
+        under_way = (self.drawn, self.reports)
+        return self.is_drawn and all(each is None or each.ready() for each in under_way)
 
 
 def late_ids(rows: list[Row], batch: PackedBatch, before: LaunchedStep | None) -> LateIds | None:

@@ -1,7 +1,7 @@
 """The worker's loop: take a message, do it, answer; sleep in poll when there is none.
 
-Where the executor runs ahead, a step that can follow the one under way is launched before that one is finished, so
-the device has its next work before Python has looked at the ids of the last.
+Where the executor runs ahead, a step is launched before the one under way is finished, so the device has its next
+forward pass before Python has looked at the ids of the last. A drawing that needs these ids is launched right after.
 """
 
 from __future__ import annotations
@@ -125,11 +125,7 @@ class WorkerLoop:
         if batch.epoch != self._epoch:
             log.debug("dropped step %d of epoch %d; this is epoch %d", batch.step, batch.epoch, self._epoch)
             return
-        before = self._under_way
-        if before is not None and not self._executor.can_follow(before, batch):
-            self._finish_under_way()
-            before = None
-        idle_s = 0.0
+        before, idle_s = self._under_way, 0.0
         if before is None:
             self._pulse.busy_since = time.time()
             idle_s = time.perf_counter() - self._idle_from
@@ -138,17 +134,20 @@ class WorkerLoop:
             if not self._executor.runs_ahead:
                 self._finish(step)
                 return
-        self._finish_under_way()
+        self._finish_under_way(after=step)
+        if not step.is_drawn:
+            with self._profiler.step(batch.step):
+                self._executor.draw(step)
         self._under_way = step
         self._pulse.busy_since = time.time()
 
-    def _finish_under_way(self) -> None:
+    def _finish_under_way(self, after: LaunchedStep | None = None) -> None:
         step, self._under_way = self._under_way, None
         if step is not None:
-            self._finish(step)
+            self._finish(step, after)
 
-    def _finish(self, step: LaunchedStep) -> None:
-        batch, result = step.batch, self._executor.finish(step)
+    def _finish(self, step: LaunchedStep, after: LaunchedStep | None = None) -> None:
+        batch, result = step.batch, self._executor.finish(step, after)
         self._send(result)
         if self._context.trace is not None:
             prefill = int(unpack_i32(batch.num_tokens).sum())

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # torch comes with them, later
 
     from worker_proc.loading import LoadedWorker
     from worker_proc.parallel.group import Membership
+    from worker_proc.parallel.late import SharedLateIds
     from worker_proc.runner import AheadRunner, ModelRunner
 
 log = logging.getLogger(__name__)
@@ -124,21 +125,29 @@ def lead(context: ProcessContext, loaded: LoadedWorker) -> ModelRunner:
     """Rank 0's runner, once every rank is ready to follow."""
     from worker_proc.parallel.leader import LeadingRunner
 
-    if loaded.group is not None:
-        loaded.group.wait_for_all()
     others = [context.channels.sender(f"rank-{rank}") for rank in range(1, context.config.worker.tp_size)]
-    return LeadingRunner(loaded.runner, others, context.generation, lambda: context.stopping)
+    return LeadingRunner(loaded.runner, others, context.generation, lambda: context.stopping, meet(loaded))
 
 
 def follow(context: ProcessContext, loaded: LoadedWorker, inbox: Receiver[Any], pulse: Pulse) -> None:
     """Any other rank: compute with rank 0 until it ends."""
     from worker_proc.parallel.follower import FollowerLoop
 
-    if loaded.group is not None:
-        loaded.group.wait_for_all()
+    late = meet(loaded)
     log.info("rank %d of %d follows", context.index, context.config.worker.tp_size)
     pulse.ready, pulse.detail, pulse.progress = True, "serving", 1
-    FollowerLoop(context, loaded.runner, inbox, pulse).run()
+    FollowerLoop(context, loaded.runner, inbox, pulse, late).run()
+
+
+def meet(loaded: LoadedWorker) -> SharedLateIds | None:
+    """Wait until every rank is here; how ids go from rank 0's device to the others'."""
+    from worker_proc.device_io import make_io
+    from worker_proc.parallel.late import SharedLateIds
+
+    if loaded.group is None:
+        return None
+    loaded.group.wait_for_all()
+    return SharedLateIds(loaded.group, make_io(loaded.device))
 
 
 def describe(ready: WorkerReady, model: str, num_ranks: int = 1) -> dict[str, str]:
@@ -184,10 +193,7 @@ def make_gpu_sampler(device: torch.device) -> Sampler:
 
 
 def both_ahead(runner: Any, sampler: Any) -> tuple[AheadRunner, AheadSampler] | None:
-    """Runner and sampler, if both can go on before the host has seen an id: on one GPU with our sampling kernels.
-
-    Not over several ranks: what the others compute goes to them as numbers.
-    """
+    """Runner and sampler, if both can go on before the host has seen an id: on GPUs with our sampling kernels."""
     return (runner, sampler) if hasattr(runner, "forward_late") and hasattr(sampler, "begin") else None
 
 

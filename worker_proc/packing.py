@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from worker_proc.runner import PackedBatch
+from worker_proc.runner import LATE, PackedBatch
 from worker_proc.slots import Slot
 
 I32 = NDArray[np.int32]
@@ -64,13 +64,13 @@ def plan_row(index: int, slot: Slot, num_tokens: int, page_size: int) -> Row | s
 
 
 def pack(rows: list[Row], page_size: int) -> PackedBatch:
-    """Pack the rows' tokens; fills in each row's place among the logits. The id of a late row is left at 0."""
+    """Pack the rows' tokens; fills in each row's place among the logits."""
     lengths = np.array([row.length for row in rows], np.int32)
     query_start = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(lengths, out=query_start[1:])
     starts = np.array([row.start for row in rows], np.int32)
     positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(starts - query_start[:-1], lengths)
-    ids = np.zeros(query_start[-1], np.int32)
+    ids = np.full(query_start[-1], LATE, np.int32)
     width = max(-(-(row.start + row.length) // page_size) for row in rows)
     table = np.zeros((len(rows), width), np.int32)
     logit_rows: list[I32] = []

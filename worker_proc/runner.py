@@ -17,6 +17,10 @@ from numpy.typing import NDArray
 I32 = NDArray[np.int32]
 
 
+LATE = -1
+"""In the place of an id that the host does not know: no lookup takes it for one."""
+
+
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """Tokens of one step, packed without padding: T tokens of S sequences.
@@ -27,7 +31,7 @@ class PackedBatch:
     """
 
     ids: I32
-    """[T] token ids."""
+    """[T] token ids; ``LATE`` where ``LateIds`` have one."""
     positions: I32
     """[T] position of each token in its sequence."""
     query_start: I32
@@ -49,7 +53,7 @@ class LateIds:
     sources: I32
     """[K] places in ``drawn``."""
     targets: I32
-    """[K] packed rows of the batch, whose ``ids`` say nothing there."""
+    """[K] packed rows of the batch: those whose ``ids`` are ``LATE``."""
 
 
 class ModelRunner(Protocol):

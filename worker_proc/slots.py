@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from common.messages import BeginRequest, SamplingParams, unpack_i32
 from worker_proc.grammar_protocol import GrammarSession
+from worker_proc.sampling.request import penalises
 
 I32 = NDArray[np.int32]
 
@@ -46,20 +47,12 @@ class GrowingI32:
             self._data = grown
 
 
-def is_plain(begin: BeginRequest) -> bool:
-    """Nothing of the request needs the host to know one id before the next is drawn, or logits of a step once the
-    next runs."""
-    p = begin.sampling
-    penalised = p.presence_penalty != 0.0 or p.frequency_penalty != 0.0 or p.repetition_penalty != 1.0
-    return begin.grammar is None and not penalised and p.logprobs is None and p.prompt_logprobs is None
-
-
 class Slot:
     """One request in the worker, rebuilt from a ``BeginRequest``."""
 
     __slots__ = (
-        "computed_len", "drawn_at", "end_ids", "failure", "finished", "grammar", "ids", "pages", "plain", "prompt_len",
-        "rid", "sampling", "unseen",
+        "computed_len", "drawn_at", "end_ids", "failure", "finished", "grammar", "ids", "pages", "penalised",
+        "prompt_len", "rid", "sampling", "unseen",
     )  # fmt: skip
 
     def __init__(self, begin: BeginRequest) -> None:
@@ -74,7 +67,7 @@ class Slot:
         """A session, or the future of one that is being compiled while the prompt is computed."""
         self.finished = False
         """The worker has seen the request's end; rows that were already on their way are skipped."""
-        self.plain = is_plain(begin)
+        self.penalised = penalises(begin.sampling)
         self.unseen = 0
         """Outputs drawn on the device that the host has not seen yet; ``ids`` ends before them."""
         self.drawn_at = 0
@@ -96,6 +89,11 @@ class Slot:
     def ends_unseen(self) -> bool:
         """The last of the outputs that were drawn and not seen is the last one allowed."""
         return self.unseen > 0 and self.sampling.max_tokens is not None and self.num_outputs >= self.sampling.max_tokens
+
+    @property
+    def needs_host(self) -> bool:
+        """The next id must not be drawn before the host has seen, and handled, all ids before it."""
+        return self.grammar is not None or (self.penalised and self.unseen > 0)
 
     def capacity(self, page_size: int) -> int:
         """Positions that the page table reaches."""

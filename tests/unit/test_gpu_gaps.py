@@ -21,20 +21,23 @@ def event(kind: str, name: str, ts: float, dur: float, correlation: int | None =
 
 
 def gpu_trace() -> list[dict[str, Any]]:
-    """Three steps: launches one by one, a graph's launch, and a step that begins after one is missing."""
+    """Three steps: launches one by one and a drawing later, a graph's launch, and a step after one that is missing."""
     return [
         event("user_annotation", "quintet step 7", 100, 50),
+        event("user_annotation", "quintet step 7", 152, 6),
         event("user_annotation", "quintet step 8", 160, 40),
         event("user_annotation", "quintet step 10", 300, 40),
         event("gpu_user_annotation", "quintet step 7", 120, 60),
         event("cuda_runtime", "cudaLaunchKernel", 105, 2, 1),
         event("cuda_driver", "cuLaunchKernelEx", 110, 2, 2),
+        event("cuda_runtime", "cudaLaunchKernel", 154, 1, 6),
         event("cuda_runtime", "cudaGraphLaunch", 165, 3, 3),
         event("cuda_runtime", "cudaMemcpyAsync", 170, 3, 4),
         event("cuda_runtime", "cudaLaunchKernel", 250, 2, 9),  # between steps: nobody's
         event("cuda_runtime", "cudaLaunchKernel", 310, 2, 5),
         event("kernel", "_attend_split", 120, 10, 1),
         event("kernel", "_rms_norm", 125, 30, 2),  # overlaps the one before
+        event("kernel", "_draw", 170, 5, 6),
         event("kernel", "a graph's first", 200, 10, 3),
         event("kernel", "a graph's second", 215, 5, 3),
         event("gpu_memcpy", "Memcpy DtoH", 222, 3, 4),
@@ -48,8 +51,8 @@ def gpu_trace() -> list[dict[str, Any]]:
 def test_kernels_belong_to_the_step_that_launched_them() -> None:
     steps, on_device = device_steps(gpu_trace()[:-1])
     assert on_device
-    assert steps == [Step(7, 120, 155, 35), Step(8, 200, 225, 18), Step(10, 320, 330, 10)]
-    assert gaps_us(steps) == [45], "from 8 to 10 is not a gap between steps"
+    assert steps == [Step(7, 120, 175, 40), Step(8, 200, 225, 18), Step(10, 320, 330, 10)]
+    assert gaps_us(steps) == [25], "from 8 to 10 is not a gap between steps"
     assert gaps_us([Step(1, 0, 10, 10), Step(2, 8, 20, 12)]) == [0]
 
 
@@ -58,10 +61,10 @@ def test_a_trace_becomes_a_line_and_a_number(tmp_path: Path) -> None:
     path.write_text(json.dumps({"traceEvents": gpu_trace()}))
     done = subprocess.run([sys.executable, "-m", "bench.gpu_gaps", str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "3 steps of GPU; between two of them it waits 45 us (95 %: 45), a step takes 25 us" in done.stdout
+    assert "3 steps of GPU; between two of them it waits 25 us (95 %: 25), a step takes 25 us" in done.stdout
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["idle_between_steps"] == pytest.approx(45 / (45 + 35 + 25 + 10))
-    assert report["idle_within_steps"] == pytest.approx(1 - 63 / 70)
+    assert report["idle_between_steps"] == pytest.approx(25 / (25 + 55 + 25 + 10))
+    assert report["idle_within_steps"] == pytest.approx(1 - 68 / 90)
     path.write_text(json.dumps({"traceEvents": gpu_trace()[:1]}))
     with pytest.raises(ValueError, match="0 steps with work in them, no two in a row"):
         gap_line(path)

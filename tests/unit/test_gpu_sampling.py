@@ -101,21 +101,24 @@ def test_ids_and_their_logprobs_come_back_in_one_copy() -> None:
         request(3, 0, temperature=0.0, logprobs=2), request(1, 0, seed=9), request(0, 0, seed=3, logprobs=0),
         request(2, 1, seed=4, logprobs=5),
     ]  # fmt: skip
-    tokens, _ = gpu.sample(logits, requests)
+    drawn = gpu.begin(logits, requests)
+    tokens, _ = drawn.wait()
+    places = [place for place, request in enumerate(requests) if request.params.logprobs is not None]
     wanted = [
-        LogprobRequest(q.logit_row, int(t), q.params.logprobs)
-        for q, t in zip(requests, tokens.tolist(), strict=True)
-        if q.params.logprobs is not None
+        LogprobRequest(requests[place].logit_row, int(tokens[place]), requests[place].params.logprobs or 0)
+        for place in places
     ]
-    values, tops = gpu.logprobs(logits, wanted)
     assert io.downloads == 1
     want_values, want_tops = TorchSampler().logprobs(logits, wanted)
+    for place, value, top in zip(places, want_values, want_tops, strict=True):
+        got_value, got = drawn.report(place)
+        np.testing.assert_allclose(got_value, value, atol=2e-5)
+        assert got.ids.tolist() == top.ids.tolist()
+        np.testing.assert_allclose(got.logprobs, top.logprobs, atol=2e-5)
+    # Others (a prompt's) have a copy of their own.
+    values, tops = gpu.begin_logprobs(logits, wanted).wait()
     np.testing.assert_allclose(values, want_values, atol=2e-5)
-    for top, want in zip(tops, want_tops, strict=True):
-        assert top.ids.tolist() == want.ids.tolist()
-        np.testing.assert_allclose(top.logprobs, want.logprobs, atol=2e-5)
-    # Others (a prompt's) are computed, and another step's logits never get this step's answers.
-    other = logits_of(4, 7)
-    values, _ = gpu.logprobs(other, wanted)
-    np.testing.assert_allclose(values, TorchSampler().logprobs(other, wanted)[0], atol=2e-5)
+    assert [top.ids.tolist() for top in tops] == [top.ids.tolist() for top in want_tops]
     assert io.downloads == 2
+    assert gpu.begin_logprobs(logits[:0], []).wait()[1] == [], "who waits for it waits for what came before"
+    assert io.downloads == 3

@@ -3,110 +3,30 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.messages import BeginRequest, ForwardBatch, Grammar, Reset, RowFlag, StepResult, WorkerReady
-from tests.integration.tiny_models import tiny_model
-from tests.unit.graph_fakes import CallingAgain
+from common.errors import InvariantError
+from common.messages import BeginRequest, ForwardBatch, Grammar, Reset, RowFlag, StepResult
+from tests.unit.ahead_support import ContextRunner, Later, LateRunner, LoopWorker, facts
 from tests.unit.test_worker_executor import ids_of
-from tests.unit.worker_fakes import FakeBackend, FakeRunner, begin, step
-from worker_proc.device_io import HostIo
-from worker_proc.executor import StepExecutor
-from worker_proc.generic.graphs import DecodeGraphs
-from worker_proc.generic.runner import GenericRunner
-from worker_proc.launched import LaunchedStep
+from tests.unit.worker_fakes import begin, step
 from worker_proc.loop import Pulse, WorkerLoop
-from worker_proc.runner import LateIds, PackedBatch
-from worker_proc.sampling.cpu import CpuSampler
 
 
-class LateRunner(FakeRunner):
-    """Counts steps whose ids only the device knew."""
-
-    num_late = 0
-
-    def forward_late(self, batch: PackedBatch, late: LateIds) -> Any:
-        assert not batch.ids[late.targets].any(), "the host knows nothing of them"
-        batch.ids[late.targets] = late.drawn[late.sources]
-        self.num_late += 1
-        return self.forward(batch)
-
-
-class SlowSampler(CpuSampler):
-    """Draws at once, tells when asked."""
-
-    def begin(self, logits: Any, requests: Any) -> SlowIds:
-        return SlowIds(*self.sample(logits, requests))
-
-
-@dataclass
-class SlowIds:
-    ids: Any
-    bad: Any
-    asked: bool = False
-
-    def ready(self) -> bool:
-        return False
-
-    def wait(self) -> Any:
-        assert not self.asked
-        self.asked = True
-        return self.ids, self.bad
-
-
-@dataclass
-class Ahead:
-    """The worker's loop with every step that can follow launched before its predecessor is finished."""
-
-    runner: LateRunner = field(default_factory=LateRunner)
-    waiting: deque[LaunchedStep] = field(default_factory=deque)
-    num_followed: int = 0
-
-    def __post_init__(self) -> None:
-        sampler = SlowSampler(1)
-        self.executor = StepExecutor(self.runner, sampler, FakeBackend(), ahead=(self.runner, sampler))
-
-    def run(self, batches: list[ForwardBatch]) -> list[StepResult]:
-        results = []
-        before: LaunchedStep | None = None
-        for batch in batches:
-            if before is not None and not self.executor.can_follow(before, batch):
-                results.append(self.executor.finish(before))
-                before = None
-            launched = self.executor.launch(batch, before=before)
-            if before is not None:
-                self.num_followed += 1
-                results.append(self.executor.finish(before))
-            before = launched
-        if before is not None:
-            results.append(self.executor.finish(before))
-        return results
-
-
-def one_after_the_other(batches: list[ForwardBatch]) -> list[StepResult]:
-    executor = StepExecutor(FakeRunner(), CpuSampler(1), FakeBackend())
-    return [executor.execute(batch) for batch in batches]
-
-
-def facts(results: list[StepResult]) -> list[Any]:
-    """What the scheduler acts on."""
-    return [(r.step, ids_of(r), bytes(r.flags), [f.row for f in r.failures]) for r in results]
+def grammar(text: str) -> Grammar:
+    return Grammar(kind="regex", text=text)
 
 
 def test_decoding_goes_on_with_ids_the_host_has_not_seen() -> None:
-    ahead = Ahead()
+    ahead = LoopWorker(True)
     batches = [step(1, [(0, 3, [])], begins=[begin(0, [7, 8, 9], [3, 4])]), *(step(n, [(0, 0, [])]) for n in (2, 3, 4))]
-    results = ahead.run(batches)
-    assert [ids_of(r) for r in results] == [[[10]], [[11]], [[12]], [[13]]]
-    assert ahead.num_followed == 3 and ahead.runner.num_late == 3
+    assert [ids_of(r) for r in ahead.run(batches)] == [[[10]], [[11]], [[12]], [[13]]]
+    assert isinstance(ahead.runner, LateRunner) and ahead.runner.num_late == 3
 
 
 def test_a_request_that_ended_unseen_gives_nothing_more() -> None:
@@ -114,44 +34,129 @@ def test_a_request_that_ended_unseen_gives_nothing_more() -> None:
         step(1, [(0, 1, []), (1, 1, [])], begins=[begin(0, [7], [0, 1], eos_token_ids=(9,)), begin(1, [30], [2, 3])]),
         *(step(n, [(0, 0, []), (1, 0, [])]) for n in (2, 3, 4)),
     ]
-    results = Ahead().run(batches)
+    results = LoopWorker(True).run(batches)
     assert [ids_of(r)[0] for r in results] == [[8], [9], [], []]
     assert [r.flags[0] for r in results] == [0, 0, RowFlag.SKIPPED, RowFlag.SKIPPED]
     assert [ids_of(r)[1] for r in results] == [[31], [32], [33], [34]]
 
 
 def test_the_length_is_known_before_the_ids_are() -> None:
-    ahead = Ahead()
+    ahead = LoopWorker(True)
     first = step(1, [(0, 1, [])], begins=[begin(0, [7], [0], max_tokens=2)])
     batches = [first, *(step(n, [(0, 0, [])]) for n in (2, 3))]
-    assert facts(ahead.run(batches)) == facts(one_after_the_other(batches))
+    assert facts(ahead.run(batches)) == facts(LoopWorker(False).run(batches))
     assert len(ahead.runner.batches) == 2, "nothing was computed in vain"
 
 
 def test_a_slot_given_to_another_request_while_its_last_step_runs() -> None:
     batches = [
-        step(1, [(0, 1, [])], begins=[begin(0, [7], [0])]),
+        step(1, [(0, 1, [])], begins=[begin(0, [7], [0], repetition_penalty=1.01)]),
         step(2, [(0, 0, [])], ends=[0]),
         step(3, [(0, 2, [])], begins=[begin(0, [40, 41], [1])]),
         step(4, [(0, 0, [])]),
     ]
-    ahead = Ahead()
-    assert [ids_of(r) for r in ahead.run(batches)] == [[[8]], [[9]], [[42]], [[43]]]
-    assert ahead.num_followed == 3
+    assert [ids_of(r) for r in LoopWorker(True).run(batches)] == [[[8]], [[9]], [[42]], [[43]]]
+
+
+# --------------------------------------------------------------------------- the order of launches
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"logprobs": 1}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.5}, {"grammar": "1|2 5 6"}],
-    ids=lambda fields: next(iter(fields)),
+    [{}, {"logprobs": 1}, {"min_tokens": 9, "eos_token_ids": (8, 9)}, {"logit_bias": {5: 2.0}}, {"temperature": 1.0}],
+    ids=str,
 )
-def test_who_needs_the_host_is_waited_for(fields: dict[str, Any]) -> None:
-    if "grammar" in fields:
-        fields = {"grammar": Grammar(kind="regex", text=fields["grammar"])}
-    batches = [step(1, [(0, 1, [])], begins=[begin(0, [7], [0], **fields)]), step(2, [(0, 0, [])])]
-    ahead = Ahead()
-    assert facts(ahead.run(batches)) == facts(one_after_the_other(batches))
-    assert ahead.num_followed == 0
+def test_what_needs_nothing_of_the_host_is_launched_whole(fields: dict[str, Any]) -> None:
+    ahead = LoopWorker(True)
+    batches = [step(1, [(0, 1, [])], begins=[begin(0, [7], [0], **fields)]), *(step(n, [(0, 0, [])]) for n in (2, 3))]
+    assert facts(ahead.run(batches)) == facts(LoopWorker(False).run(batches))
+    assert ahead.watch.log == ["forward", "draw", "forward", "draw", "see", "forward", "draw", "see", "see"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"repetition_penalty": 1.1}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5, "logprobs": 2},
+     {"grammar": grammar("8|9 10|11 12|13")}, {"grammar": grammar("8|9 10|11 12|13"), "logprobs": 0}],
+    ids=str,
+)  # fmt: skip
+def test_what_needs_the_host_is_drawn_while_its_forward_pass_runs(fields: dict[str, Any]) -> None:
+    """The next forward pass is launched before an id is waited for, and a drawing before its forward pass is."""
+    ahead = LoopWorker(True)
+    batches = [step(1, [(0, 1, [])], begins=[begin(0, [7], [0], **fields)]), *(step(n, [(0, 0, [])]) for n in (2, 3))]
+    assert facts(ahead.run(batches)) == facts(LoopWorker(False).run(batches))
+    assert ahead.watch.log == ["forward", "draw", "forward", "see", "draw", "forward", "see", "draw", "see"]
+
+
+def test_one_row_that_needs_the_host_keeps_the_others_with_it_and_leaves_again() -> None:
+    ahead = LoopWorker(True)
+    batches = [
+        step(1, [(0, 1, [])], begins=[begin(0, [7], [0, 1])]),
+        step(2, [(0, 0, []), (1, 1, [])], begins=[begin(1, [30], [2], grammar=grammar("31|32 40|41"))]),
+        step(3, [(0, 0, []), (1, 0, [])], ends=[1]),
+        step(4, [(0, 0, [])]),
+    ]
+    assert facts(ahead.run(batches)) == facts(LoopWorker(False).run(batches))
+    assert ahead.watch.log == [
+        "forward", "draw",
+        "forward", "see", "draw",
+        "forward", "see", "draw",
+        "forward", "draw", "see", "see",
+    ]  # fmt: skip
+
+
+def test_prompt_logprobs_are_launched_with_their_step_and_a_step_without_ids_is_waited_for() -> None:
+    ahead = LoopWorker(True)
+    record = begin(0, [1, 2, 4, 9, 10, 12, 13], [0, 1, 2], prompt_logprobs=1)
+    batches = [step(1, [(0, 3, [])], begins=[record]), step(2, [(0, 4, [])]), step(3, [(0, 0, [])])]
+    assert facts(ahead.run(batches)) == facts(LoopWorker(False).run(batches))
+    assert ahead.watch.log == [
+        "forward", "prompt",
+        "forward", "prompt", "draw", "see prompt",
+        "forward", "draw", "see", "see prompt", "see",
+    ]  # fmt: skip
+    plain = LoopWorker(True)
+    plain.handle(step(1, [(0, 3, [])], begins=[begin(0, [1, 2, 4, 9], [0])]))
+    assert plain.loop._under_way is not None and not plain.loop._under_way.ready, "a chunk that is still computed"
+
+
+def test_a_step_is_not_launched_over_one_that_is_not_drawn() -> None:
+    executor = LoopWorker(True).executor
+    record = begin(0, [7], [0], repetition_penalty=1.1)
+    first = executor.launch(step(1, [(0, 1, [])], begins=[record]))
+    second = executor.launch(step(2, [(0, 0, [])]), before=first)
+    assert first.is_drawn and not second.is_drawn
+    with pytest.raises(InvariantError, match="step 3 is launched and step 2 is not drawn"):
+        executor.launch(step(3, [(0, 0, [])]), before=second)
+
+
+# --------------------------------------------------------------------------- what the host learns too late
+
+
+def test_a_row_whose_grammar_forced_ids_draws_when_they_are_computed() -> None:
+    ahead = LoopWorker(True)
+    record = begin(0, [10], [0, 1], grammar=grammar("40|12 50 51 60|61"))
+    results = ahead.run([step(1, [(0, 1, [])], begins=[record]), *(step(n, [(0, 0, [])]) for n in (2, 3, 4))])
+    assert [ids_of(r)[0] for r in results] == [[12, 50, 51], [], [60], []]
+    assert [r.flags[0] for r in results] == [
+        RowFlag.IN_TOOL_CALL, RowFlag.IN_TOOL_CALL, RowFlag.GRAMMAR_END, RowFlag.SKIPPED,
+    ]  # fmt: skip
+    assert [batch.ids.tolist() for batch in ahead.runner.batches] == [[10], [12], [50, 51], [60]]
+
+
+def test_ids_forced_without_a_draw_are_known_at_once() -> None:
+    ahead = LoopWorker(True)
+    record = begin(0, [10], [0, 1], grammar=grammar("50 51 60|61 70|71"))
+    results = ahead.run([step(1, [(0, 1, [])], begins=[record]), *(step(n, [(0, 0, [])]) for n in (2, 3))])
+    assert [ids_of(r)[0] for r in results] == [[50, 51], [60], [70]]
+
+
+def test_a_grammar_that_ends_leaves_its_next_row_skipped() -> None:
+    batches = [
+        step(1, [(0, 1, []), (1, 1, [])],
+             begins=[begin(0, [10], [0], grammar=grammar("11|12")), begin(1, [30], [1], grammar=grammar("31|32 7|8"))]),
+        *(step(n, [(0, 0, []), (1, 0, [])]) for n in (2, 3)),
+    ]  # fmt: skip
+    assert facts(LoopWorker(True).run(batches)) == facts(LoopWorker(False).run(batches))
 
 
 class Plan:
@@ -196,21 +201,30 @@ FIELDS: list[dict[str, Any]] = [
     {"max_tokens": 20, "min_tokens": 4, "stop_token_ids": tuple(range(1, 64, 2))},
     {"max_tokens": 20, "logit_bias": {5: 3.0}, "temperature": 0.7, "top_k": 3},
     {"max_tokens": 20, "repetition_penalty": 1.3},
+    {"max_tokens": 20, "presence_penalty": 1.0, "frequency_penalty": 0.4, "temperature": 0.8, "logprobs": 1},
     {"max_tokens": 20, "logprobs": 2},
+    {"max_tokens": 20, "prompt_logprobs": 1},
+    {"max_tokens": 20, "prompt_logprobs": 0, "logprobs": 0, "frequency_penalty": -0.5},
+    {"max_tokens": 20, "grammar": Grammar(kind="regex", text="|".join(map(str, range(100))) + " 4|5|6 7|8|9")},
 ]
+"""What gives the same in every step. Forced ids may come a step later: ``test_worker_ahead_scheduled.py``."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_batches_give_what_they_give_one_after_the_other(data: st.DataObject) -> None:
     plan = Plan(data.draw)
     for number in range(1, data.draw(st.integers(2, 12))):
         plan.batch(number)
-    assert facts(Ahead().run(plan.batches)) == facts(one_after_the_other(plan.batches))
+    workers = [LoopWorker(ahead, ContextRunner()) for ahead in (True, False)]
+    ahead, after = (facts(worker.run(plan.batches)) for worker in workers)
+    assert ahead == after
+    for worker in workers:
+        worker.close()
 
 
 def test_logits_that_are_no_numbers_fail_their_request_alone() -> None:
-    ahead = Ahead()
+    ahead = LoopWorker(True)
     ahead.runner.poison = {8}
     begins = [begin(0, [7], [0]), begin(1, [30], [2])]
     first = step(1, [(0, 1, []), (1, 1, [])], begins=begins)
@@ -219,49 +233,6 @@ def test_logits_that_are_no_numbers_fail_their_request_alone() -> None:
     assert [[f.row for f in r.failures] for r in results] == [[], [0], [], []]
     assert [r.flags[0] for r in results][2:] == [RowFlag.SKIPPED] * 2
     assert [ids_of(r)[1] for r in results] == [[31], [32], [33], [34]]
-
-
-def test_the_generic_path_takes_ids_from_the_device() -> None:
-    runner = GenericRunner(tiny_model("llama"), 16)
-    runner.allocate(8)
-    runner.forward(batch_of([[3, 4, 5], [6, 7]], [0, 0]))
-    known = batch_of([[3, 4, 5, 9], [6, 7, 8]], [3, 2])
-    late = LateIds(torch.tensor([8, 1, 9]), np.array([2, 0], np.int32), np.array([0, 1], np.int32))
-    expected = runner.forward(known).copy()
-    assert not np.array_equal(runner.forward(without_ids(known)), expected)
-    np.testing.assert_array_equal(runner.forward_late(without_ids(known), late), expected)
-
-
-def test_recorded_steps_take_ids_from_the_device() -> None:
-    graphs = DecodeGraphs(
-        lambda inputs: inputs.ids[:, None].float(), 4, 64, 16, 9, HostIo(), CallingAgain(), lambda line: None
-    )
-    known = batch_of([[3, 4, 5, 9], [6, 7, 8], [1, 2]], [3, 2, 1])
-    late = LateIds(torch.tensor([8, 1, 9], dtype=torch.int32), np.array([2, 0], np.int32), np.array([0, 1], np.int32))
-    assert graphs.run(known, late).flatten().tolist() == [9, 8, 2]
-    assert graphs.run(known).flatten().tolist() == [9, 8, 2]
-    assert graphs.run(without_ids(known), late).flatten().tolist() == [9, 8, 0]
-
-
-def without_ids(batch: PackedBatch) -> PackedBatch:
-    return PackedBatch(np.zeros_like(batch.ids), batch.positions, batch.query_start, batch.context_lens,
-                       batch.page_table, batch.logit_rows)  # fmt: skip
-
-
-def batch_of(sequences: list[list[int]], done: list[int]) -> PackedBatch:
-    """Sequence s has page s; its ids from ``done[s]`` on are computed."""
-    lengths = [len(ids) - start for ids, start in zip(sequences, done, strict=True)]
-    ends = np.cumsum(lengths)
-    return PackedBatch(
-        ids=np.array([i for ids, start in zip(sequences, done, strict=True) for i in ids[start:]], np.int32),
-        positions=np.array(
-            [p for ids, start in zip(sequences, done, strict=True) for p in range(start, len(ids))], np.int32
-        ),
-        query_start=np.array([0, *ends], np.int32),
-        context_lens=np.array([len(ids) for ids in sequences], np.int32),
-        page_table=np.arange(len(sequences), dtype=np.int32)[:, None],
-        logit_rows=(ends - 1).astype(np.int32),
-    )
 
 
 class _Inbox:
@@ -279,58 +250,42 @@ class _Inbox:
         return bool(self.messages)
 
 
-class _Outbox:
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
+def test_the_loop_launches_before_it_finishes_and_looks_after_what_runs() -> None:
+    worker = LoopWorker(True)
+    log, looks = worker.watch.log, 0
 
-    def send(self, message: Any) -> bool:
-        self.log.append(f"result {message.step}" if isinstance(message, StepResult) else type(message).__name__)
+    def send(message: Any) -> bool:
+        log.append(f"result {message.step}" if isinstance(message, StepResult) else type(message).__name__)
         return True
 
+    def ready(drawn: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        return looks > 3
 
-def test_the_loop_launches_what_can_follow_before_it_finishes_what_runs() -> None:
-    log: list[str] = []
-
-    class Runner(LateRunner):
-        def forward(self, batch: PackedBatch) -> Any:
-            log.append("forward")
-            return super().forward(batch)
-
-    class Ids(SlowIds):
-        looks = 0
-
-        def ready(self) -> bool:
-            self.looks += 1
-            return self.looks > 3
-
-    class Sampler(CpuSampler):
-        def begin(self, logits: Any, requests: Any) -> Ids:
-            return Ids(*self.sample(logits, requests))
-
-    runner, sampler = Runner(), Sampler(1)
-    executor = StepExecutor(runner, sampler, FakeBackend(), ahead=(runner, sampler))
-    context: Any = SimpleNamespace(stopping=False, trace=None)
-    grammar = Grammar(kind="regex", text="1|2 5 6")
     batches = [
         Reset(epoch=1, scheduler_generation=0),
         step(1, [(0, 1, [])], begins=[begin(0, [7], [0, 1])]),
         step(2, [(0, 0, [])]),
-        step(3, [(0, 0, []), (1, 1, [])], begins=[begin(1, [30], [2], grammar=grammar)]),
-        step(4, [(0, 0, [])], ends=[1]),
-        step(5, [(0, 0, [])]),
+        step(3, [(0, 0, []), (1, 1, [])], begins=[begin(1, [30], [2], grammar=grammar("31|32 5|6"))]),
+        step(4, [(0, 0, []), (1, 0, [])]),
+        step(5, [(0, 0, [])], ends=[1]),
     ]
-    outbox: Any = _Outbox(log)
+    context: Any = SimpleNamespace(stopping=False, trace=None)
     inbox: Any = _Inbox(batches, context)
+    outbox: Any = SimpleNamespace(send=send)
     pulse = Pulse()
-    ready = WorkerReady(
-        epoch=0, generation=0, rank=0, num_pages=64, page_size=4, context_len=64, vocab_size=64, max_slots=4,
-        model_path="fake", batch_invariant=True, dtype="float32", device="fake", threads=1,
-    )  # fmt: skip
-    WorkerLoop(context, executor, inbox, outbox, ready, pulse).run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Later, "ready", ready)
+        WorkerLoop(context, worker.executor, inbox, outbox, worker.ready(), pulse).run()
     assert log == [
         "WorkerReady", "WorkerReady",
-        "forward", "forward", "result 1",
-        "result 2", "forward", "result 3",
-        "forward", "forward", "result 4", "result 5",
+        "forward", "draw",
+        "forward", "draw", "see", "result 1",
+        "forward", "see", "result 2", "draw",
+        "forward", "see", "result 3", "draw",
+        "forward", "draw", "see", "result 4",
+        "see", "result 5",
     ]  # fmt: skip
-    assert pulse.progress == 5 and pulse.busy_since == 0.0
+    assert looks == 4 and pulse.progress == 5 and pulse.busy_since == 0.0
+    worker.close()

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from common.messages import BeginRequest, Grammar, RowFlag, SamplingParams, pack_i32, unpack_i32
+from common.messages import BeginRequest, Grammar, RowFlag, SamplingParams, StepResult, pack_i32, unpack_i32
+from tests.unit.ahead_support import ContextRunner, LoopWorker
 from tests.unit.grammar_cases import CASES
 from tests.unit.grammar_walk import Setup, make_setup
-from tests.unit.worker_fakes import step
+from tests.unit.worker_fakes import PAGE, begin, step
 from worker_proc.executor import StepExecutor
 from worker_proc.runner import PackedBatch
 from worker_proc.sampling.cpu import CpuSampler
@@ -113,3 +114,64 @@ def test_a_model_that_knows_nothing_writes_valid_json_for_every_schema(setup: Se
                     validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
                     validator(schema).validate(json.loads(text))
     assert len(schemas) > 250 and finished >= 0.9 * SEEDS * len(schemas)
+
+
+AHEAD_TOKENS = 60
+
+
+class LateRandom(ContextRunner):
+    """The same ignorance, a function of the context alone, on a device that is asked later."""
+
+    one_bad_in = 1 << 40
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(ROWS * AHEAD_TOKENS // PAGE + ROWS)
+        self.vocab_size, self._closing = setup.vocab_size, RandomRunner(setup)._closing
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        late = np.maximum(batch.positions[batch.logit_rows] - 8, 0)[:, None] * self._closing
+        return super().forward(batch) + np.float32(0.4) * late
+
+
+def _ids_of_loop(setup: Setup, schemas: list[Any], ahead: bool) -> tuple[list[list[int]], int]:
+    """Outputs, and how many rows gave nothing for ids that were forced in the meantime."""
+    worker = LoopWorker(ahead, LateRandom(setup), setup.backend)
+    each = AHEAD_TOKENS // PAGE + 1
+    begins = [
+        begin(slot, [70], list(range(slot * each, slot * each + each)), temperature=1.0, seed=3,
+              max_tokens=AHEAD_TOKENS, eos_token_ids=(setup.eos,),
+              grammar=Grammar(kind="json_schema", text=json.dumps(schema)))
+        for slot, schema in enumerate(schemas)
+    ]  # fmt: skip
+    outputs: list[list[int]] = [[] for _ in schemas]
+    sent: dict[int, list[int]] = {}
+    going, num_empty = set(range(len(schemas))), 0
+    for number in range(1, 6 * AHEAD_TOKENS):
+        if not going:
+            break
+        sent[number] = sorted(going)
+        rows: list[tuple[int, int, list[int]]] = [(slot, 0, []) for slot in sent[number]]
+        results: list[StepResult] = worker.handle(step(number, rows, begins=begins if number == 1 else []))
+        for result in results:
+            assert not result.failures
+            counts = unpack_i32(result.num_ids).tolist()
+            parts = np.split(unpack_i32(result.ids), np.cumsum(counts)[:-1])
+            for slot, part, flags in zip(sent[result.step], parts, result.flags, strict=True):
+                num_empty += bool(outputs[slot]) and not part.size and not flags & RowFlag.SKIPPED
+                outputs[slot] += part.tolist()
+                if flags & (RowFlag.GRAMMAR_END | RowFlag.SKIPPED) or len(outputs[slot]) >= AHEAD_TOKENS:
+                    going.discard(slot)
+    assert not going
+    worker.close()
+    return outputs, num_empty
+
+
+def test_steps_launched_ahead_write_the_same_json(setup: Setup) -> None:
+    schemas = _accepted(setup)[::5]
+    num_empty = 0
+    for first in range(0, len(schemas), ROWS):
+        some = schemas[first : first + ROWS]
+        ahead, empty = _ids_of_loop(setup, some, ahead=True)
+        assert ahead == _ids_of_loop(setup, some, ahead=False)[0]
+        num_empty += empty
+    assert num_empty > len(schemas) // 2, "ids were forced, and often"

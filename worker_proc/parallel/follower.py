@@ -12,7 +12,8 @@ from common.errors import InvariantError
 from common.messages import RankStep, unpack_i32
 from common.process import HEARTBEAT_S, ProcessContext
 from worker_proc.loop import Pulse
-from worker_proc.runner import ModelRunner, PackedBatch
+from worker_proc.parallel.late import SharedLateIds
+from worker_proc.runner import AheadRunner, ModelRunner, PackedBatch
 
 ALONE_S = 2.0
 """Asked to stop and without a word from rank 0 for so long: it has gone, so nobody needs this rank."""
@@ -26,8 +27,13 @@ class FollowerLoop:
     then replaces the whole group.
     """
 
-    def __init__(self, context: ProcessContext, runner: ModelRunner, inbox: Receiver[Any], pulse: Pulse) -> None:
+    def __init__(
+        self, context: ProcessContext, runner: ModelRunner | AheadRunner, inbox: Receiver[Any], pulse: Pulse,
+        late: SharedLateIds | None = None,
+    ) -> None:  # fmt: skip
+        """``late``: where the ids come from that rank 0's host does not know."""
         self._context, self._runner, self._inbox, self._pulse = context, runner, inbox, pulse
+        self._late = late
         self._number = 0
         self._over = False
 
@@ -55,10 +61,19 @@ class FollowerLoop:
             pairs = unpack_i32(step.copies).reshape(-1, 2)
             self._runner.copy_pages(np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1]))
         if step.ids:
-            self._runner.forward(unpack_step(step))
+            self._compute(unpack_step(step))
         self._over = step.last
         self._pulse.progress += 1
         self._pulse.busy_since = 0.0
+
+    def _compute(self, batch: PackedBatch) -> None:
+        late = None if self._late is None else self._late.take(batch.ids)
+        if late is None:
+            self._runner.forward(batch)
+        elif hasattr(self._runner, "forward_late"):
+            self._runner.forward_late(batch, late)
+        else:
+            raise InvariantError(f"{self._runner.name} does not take ids from a device, as rank 0's does")
 
 
 def unpack_step(step: RankStep) -> PackedBatch:

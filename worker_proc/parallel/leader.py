@@ -9,22 +9,28 @@ from typing import Any
 import numpy as np
 
 from common.channels import Sender
+from common.errors import InvariantError
 from common.messages import RankStep, pack_i32
-from worker_proc.runner import I32, ModelRunner, PackedBatch
+from worker_proc.parallel.late import SharedLateIds
+from worker_proc.runner import I32, AheadRunner, LateIds, ModelRunner, PackedBatch
 
 
 class LeadingRunner:
     """A ``ModelRunner`` over all ranks: wraps rank 0's own.
 
     Sampling, grammars and requests are rank 0's alone, so ranks cannot come to differ in them: what the
-    others learn of a sampled id is that it is in the next step.
+    others learn of a sampled id is that it is in the next step. Where not even rank 0's host knows it yet, the step
+    has ``LATE`` in its place and the ranks' devices hand it on.
     """
 
     def __init__(
-        self, runner: ModelRunner, others: Sequence[Sender], generation: int, stopping: Callable[[], bool]
-    ) -> None:
-        """``others``: the inboxes of the other ranks. ``stopping``: nobody waits for a full one any more."""
+        self, runner: ModelRunner | AheadRunner, others: Sequence[Sender], generation: int,
+        stopping: Callable[[], bool], late: SharedLateIds | None = None,
+    ) -> None:  # fmt: skip
+        """``others``: the inboxes of the other ranks. ``stopping``: nobody waits for a full one any more.
+        ``late``: for ``forward_late``."""
         self._runner, self._others, self._generation, self._stopping = runner, others, generation, stopping
+        self._late = late
         self._number = 0
         self.name, self.batch_invariant = runner.name, runner.batch_invariant
         self.page_size, self.vocab_size, self.dtype = runner.page_size, runner.vocab_size, runner.dtype
@@ -43,6 +49,17 @@ class LeadingRunner:
 
     def forward(self, batch: PackedBatch) -> Any:
         """See ``ModelRunner``. The other ranks compute at the same time; a lost one raises RuntimeError."""
+        self._tell_batch(batch)
+        return self._runner.forward(batch)
+
+    def forward_late(self, batch: PackedBatch, late: LateIds) -> Any:
+        """See ``AheadRunner``."""
+        if self._late is None or not hasattr(self._runner, "forward_late"):
+            raise InvariantError("a step with late ids, and no way for them to the other ranks")
+        self._tell_batch(batch)
+        return self._runner.forward_late(batch, self._late.give(late))
+
+    def _tell_batch(self, batch: PackedBatch) -> None:
         self._tell(
             ids=pack_i32(batch.ids),
             positions=pack_i32(batch.positions),
@@ -51,7 +68,6 @@ class LeadingRunner:
             page_table=pack_i32(batch.page_table.reshape(-1)),
             logit_rows=pack_i32(batch.logit_rows),
         )
-        return self._runner.forward(batch)
 
     def copy_pages(self, src: I32, dst: I32) -> None:
         """Copy whole pages on every rank."""

@@ -5,7 +5,7 @@ The ids, their log-probabilities and the likeliest ids come back in one buffer. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,8 @@ BLOCK = 4096
 
 
 class GpuSampler:
-    """The ``Sampler`` for logits in tensors [N, vocab] on a GPU (or a CPU, under Triton's interpreter).
+    """The ``Sampler`` and ``AheadSampler`` for logits in tensors [N, vocab] on a GPU (or a CPU, under Triton's
+    interpreter).
 
     ``block``: ids that a program looks at at once.
     """
@@ -32,16 +33,13 @@ class GpuSampler:
     def __init__(self, io: DeviceIo, block: int = BLOCK) -> None:
         self._io = io
         self._block = block
-        self._reported_of: Any = None
-        """The logits whose log-probabilities came along with the last sample."""
-        self._reports: dict[tuple[int, int, int], tuple[np.float32, TopTokens]] = {}
 
     def sample(self, logits: Any, requests: Sequence[SampleRequest]) -> tuple[I32, NDArray[np.bool_]]:
         """See ``Sampler``."""
         return self.begin(logits, requests).wait()
 
     def begin(self, logits: Any, requests: Sequence[SampleRequest]) -> _Drawn:
-        """See ``AheadSampler``. Log-probabilities that the requests want are worked out along with the ids."""
+        """See ``AheadSampler``: ids and log-probabilities come back in one copy."""
         with torch.inference_mode():
             parameters = self._io.upload(_parameters(requests))
             counts, masks = self._counts(requests, logits.shape[1]), self._masks(requests)
@@ -50,46 +48,32 @@ class GpuSampler:
             if entries.size:
                 rows, tokens, values = self._io.upload(entries)
                 adjusting.change_entries(work, rows, tokens, values.view(torch.float32))
-            wanting = [r for r, request in enumerate(requests) if request.params.logprobs is not None]
-            most = max((requests[r].params.logprobs or 0 for r in wanting), default=0)
-            most = min(most, logits.shape[1])
+            wanting = {r: k for r, request in enumerate(requests) if (k := request.params.logprobs) is not None}
+            most = min(max(wanting.values(), default=0), logits.shape[1])
             out = torch.zeros((len(requests), 3 + 2 * most if wanting else 2), dtype=torch.int32, device=logits.device)
             draw(work, parameters, has_nan, out, self._block)
             if wanting:
-                asked = [(requests[r].logit_row, r, min(requests[r].params.logprobs or 0, most)) for r in wanting]
+                asked = [(requests[r].logit_row, r, min(k, most)) for r, k in wanting.items()]
                 reports = torch.empty((len(wanting), 1 + 2 * most), dtype=torch.int32, device=logits.device)
                 logprobs(logits, self._io.upload(np.array(asked, np.int32)), out, reports, most, self._block)
                 out[: len(wanting), 2:] = reports
-            download = self._io.download(out)
-        return _Drawn(out, download, lambda host: self._remember(logits, requests, wanting, host, most))
+            return _Drawn(out, self._io.download(out), wanting, most)
 
     def logprobs(self, logits: Any, requests: Sequence[LogprobRequest]) -> tuple[F32, list[TopTokens]]:
         """See ``Sampler``."""
-        keys = [(request.logit_row, request.token, request.k) for request in requests]
-        if logits is self._reported_of and all(key in self._reports for key in keys):
-            known = [self._reports[key] for key in keys]
-            return np.array([value for value, _ in known], np.float32), [top for _, top in known]
-        if not requests:
-            return np.empty(0, np.float32), []
+        return self.begin_logprobs(logits, requests).wait()
+
+    def begin_logprobs(self, logits: Any, requests: Sequence[LogprobRequest]) -> _Reports:
+        """See ``AheadSampler``."""
         size = logits.shape[1]
-        most = min(max(request.k for request in requests), size)
+        most = min(max((request.k for request in requests), default=0), size)
         asked = [(request.logit_row, r, min(request.k, most)) for r, request in enumerate(requests)]
         with torch.inference_mode():
             out = torch.zeros((len(requests), 1 + 2 * most), dtype=torch.int32, device=logits.device)
-            tokens = self._io.upload(np.array([request.token for request in requests], np.int32))
-            logprobs(logits, self._io.upload(np.array(asked, np.int32)), tokens, out, most, self._block)
-            host = self._io.download(out).wait()
-        found = [_report(row, request.k, most) for row, request in zip(host, requests, strict=True)]
-        return np.array([value for value, _ in found], np.float32), [top for _, top in found]
-
-    def _remember(
-        self, logits: Any, requests: Sequence[SampleRequest], wanting: list[int], host: I32, most: int
-    ) -> None:
-        self._reported_of = logits if wanting else None
-        self._reports.clear()
-        for place, r in enumerate(wanting):
-            k = requests[r].params.logprobs or 0
-            self._reports[(requests[r].logit_row, int(host[r, 0]), k)] = _report(host[place, 2:], k, most)
+            if requests:
+                tokens = self._io.upload(np.array([request.token for request in requests], np.int32))
+                logprobs(logits, self._io.upload(np.array(asked, np.int32)), tokens, out, most, self._block)
+            return _Reports(self._io.download(out), [request.k for request in requests], most)
 
     def _counts(self, requests: Sequence[SampleRequest], vocab_size: int) -> Tensor | None:
         penalised = [request for request in requests if request.has_penalties]
@@ -106,10 +90,13 @@ class GpuSampler:
 
 
 class _Drawn:
-    """See ``Drawn``. ``remember`` is told of the buffer [R, ...] once it is on the host."""
+    """See ``Drawn``. ``out`` [R, ...]: id, row is unusable, and the reports of those in ``wanting`` (request -> k) in
+    its first rows."""
 
-    def __init__(self, out: Tensor, download: Download, remember: Callable[[I32], None]) -> None:
-        self._out, self._download, self._remember = out, download, remember
+    def __init__(self, out: Tensor, download: Download, wanting: dict[int, int], most: int) -> None:
+        self._out, self._download, self._wanting, self._most = out, download, wanting, most
+        self._rows = {r: row for row, r in enumerate(wanting)}
+        self._host: I32 = np.empty((0, 2), np.int32)
 
     @property
     def ids(self) -> Tensor:
@@ -122,9 +109,29 @@ class _Drawn:
 
     def wait(self) -> tuple[I32, NDArray[np.bool_]]:
         """See ``Drawn``."""
+        self._host = self._download.wait()
+        return np.ascontiguousarray(self._host[:, 0]), self._host[:, 1].astype(bool)
+
+    def report(self, place: int) -> tuple[np.float32, TopTokens]:
+        """See ``Drawn``."""
+        return _report(self._host[self._rows[place], 2:], self._wanting[place], self._most)
+
+
+class _Reports:
+    """See ``Reports``."""
+
+    def __init__(self, download: Download, ks: list[int], most: int) -> None:
+        self._download, self._ks, self._most = download, ks, most
+
+    def ready(self) -> bool:
+        """See ``Reports``."""
+        return self._download.ready()
+
+    def wait(self) -> tuple[F32, list[TopTokens]]:
+        """See ``Reports``."""
         host = self._download.wait()
-        self._remember(host)
-        return np.ascontiguousarray(host[:, 0]), host[:, 1].astype(bool)
+        found = [_report(row, k, self._most) for row, k in zip(host, self._ks, strict=True)]
+        return np.array([value for value, _ in found], np.float32), [top for _, top in found]
 
 
 def _parameters(requests: Sequence[SampleRequest]) -> NDArray[np.float64]:

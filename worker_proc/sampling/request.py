@@ -19,6 +19,11 @@ LEAST_TEMPERATURE = 1e-5
 """Below it float32 cannot hold the scaled logits, and the likeliest id has all the mass: greedy."""
 
 
+def penalises(params: SamplingParams) -> bool:
+    """Any penalty is on: a draw depends on the ids before it."""
+    return params.presence_penalty != 0.0 or params.frequency_penalty != 0.0 or params.repetition_penalty != 1.0
+
+
 @dataclass(slots=True)
 class SampleRequest:
     """One id to be drawn.
@@ -47,8 +52,7 @@ class SampleRequest:
     @property
     def has_penalties(self) -> bool:
         """Any penalty is on."""
-        p = self.params
-        return p.presence_penalty != 0.0 or p.frequency_penalty != 0.0 or p.repetition_penalty != 1.0
+        return penalises(self.params)
 
     @property
     def bans_ends(self) -> bool:
@@ -84,7 +88,7 @@ class LogprobRequest:
 
 
 class Drawn(Protocol):
-    """Ids that are being drawn on a device."""
+    """Ids that are being drawn."""
 
     @property
     def ids(self) -> Any:
@@ -96,7 +100,24 @@ class Drawn(Protocol):
         ...
 
     def wait(self) -> tuple[I32, NDArray[np.bool_]]:
-        """As ``Sampler.sample``."""
+        """As ``Sampler.sample``. Once."""
+        ...
+
+    def report(self, place: int) -> tuple[np.float32, TopTokens]:
+        """The log-probability of request ``place``'s id and its likeliest ids, where the request wants them
+        (``SamplingParams.logprobs``) and the row was usable. After ``wait``."""
+        ...
+
+
+class Reports(Protocol):
+    """Log-probabilities that are being worked out."""
+
+    def ready(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        ...
+
+    def wait(self) -> tuple[F32, list[TopTokens]]:
+        """As ``Sampler.logprobs``."""
         ...
 
 
@@ -112,9 +133,14 @@ class Sampler(Protocol):
         ...
 
 
-class AheadSampler(Sampler, Protocol):
-    """One that need not be waited for."""
+class AheadSampler(Protocol):
+    """One that is told what to do and waited for later."""
 
     def begin(self, logits: Any, requests: Sequence[SampleRequest]) -> Drawn:
-        """Launch what ``sample`` does."""
+        """Launch what ``Sampler.sample`` does, with the log-probabilities that the requests want. Arrays of the
+        requests may change afterwards, and so may ``logits`` by what is launched later."""
+        ...
+
+    def begin_logprobs(self, logits: Any, requests: Sequence[LogprobRequest]) -> Reports:
+        """Launch what ``Sampler.logprobs`` does. Without requests it is ready when ``logits`` are."""
         ...
