@@ -1,11 +1,13 @@
 """The scheduler's own time: decode-only steps beside a full cache, and matching a long prompt.
 
     python -m bench.scheduler_step [--sequences 100000] [--running 1000] [--steps 600]
+    python -m bench.scheduler_step --cold [--running 8] [--trace]
 
 The pool holds ``--sequences`` cached sequences (64 to 192 tokens, half of them behind shared prefixes) and
 ``--running`` requests decode. A step takes in one StepResult, commits it, builds the next batch and the next
 TokenBatch; encoding messages is measured apart. ``wall`` is what passed, ``cpu`` what the thread itself used: on a
-machine that does other work too, the second is the scheduler's. The last line is one JSON object.
+machine that does other work too, the second is the scheduler's. With ``--cold`` instead: the whole process beside a
+worker that computes (``bench/scheduler_cold.py``). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 import numpy as np
 
+from bench.scheduler_cold import measure_cold
 from common.config import SchedulerConfig, ServerConfig
 from common.messages import (
     ForwardBatch,
@@ -153,13 +156,27 @@ def measure_match(scheduler: Scheduler, rng: np.random.Generator) -> dict[str, f
     return out
 
 
+def report(settings: dict[str, int], result: dict[str, float]) -> None:
+    """Print the figures, and all in one line of JSON."""
+    for name, value in result.items():
+        print(f"{name:26} {value:8.3f}")
+    print(json.dumps(settings | {name: round(value, 4) for name, value in result.items()}))
+
+
 def main() -> None:
     """Build the state, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=100_000)
-    parser.add_argument("--running", type=int, default=1000)
+    parser.add_argument("--running", type=int, help="requests (default: 1000, with --cold 8)")
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--cold", action="store_true", help="the process, while others use the caches")
+    parser.add_argument("--trace", action="store_true", help="with --cold: it records what it does")
     args = parser.parse_args()
+    if args.cold:
+        args.running = args.running or 8
+        report({"running": args.running}, measure_cold(args.running, windows=4, seconds=4.0, trace=args.trace))
+        return
+    args.running = args.running or 1000
     rng = np.random.default_rng(0)
     config = ServerConfig(
         scheduler=SchedulerConfig(
@@ -176,10 +193,7 @@ def main() -> None:
     tree, took_s = scheduler.state.need_pool().tree, time.perf_counter() - began
     print(f"{args.sequences} sequences, {tree.num_nodes} nodes, {tree.num_pages} pages cached in {took_s:.1f} s")
     result = measure_match(scheduler, rng) | measure_steps(scheduler, args.running, args.steps, rng)
-    for name, value in result.items():
-        print(f"{name:26} {value:8.3f}")
-    rounded = {name: round(value, 4) for name, value in result.items()}
-    print(json.dumps({"sequences": args.sequences, "running": args.running, **rounded}))
+    report({"sequences": args.sequences, "running": args.running}, result)
 
 
 if __name__ == "__main__":

@@ -177,6 +177,29 @@ class Receiver(Generic[M]):
             self.socket.close(linger=0)
 
 
+class Waiter:
+    """Sleeps until one of several inboxes has something. For a loop's lifetime: ``Channels.wait_any`` for once."""
+
+    def __init__(self, receivers: list[Receiver[Any]]) -> None:
+        self._receivers = {receiver.socket: receiver for receiver in receivers}
+        self._poller = zmq.Poller()
+        for socket in self._receivers:
+            self._poller.register(socket, zmq.POLLIN)
+
+    def wait(self, timeout_s: float) -> list[Receiver[Any]]:
+        """Those that have something; none when ``timeout_s`` has passed.
+
+        ZeroMQ counts whole milliseconds; the rest is slept deaf. Who wakes too early finds nothing to do and looks
+        again and again until it is time; a whole millisecond too late is long for a batch that a worker waits for.
+        """
+        until = time.monotonic() + timeout_s
+        events = self._poller.poll(max(0, int(timeout_s * 1000)))
+        if not events and (rest_s := until - time.monotonic()) > 0:
+            time.sleep(rest_s)
+            events = self._poller.poll(0)
+        return [self._receivers[socket] for socket, _ in events]
+
+
 class Channels:
     """A process's ZeroMQ context and the channels opened on it.
 

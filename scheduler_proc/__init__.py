@@ -18,7 +18,7 @@
 ``pacing.py``      when the second batch in flight is sent: late, so that newcomers are in it
 ``commit.py``      what a StepResult means for each request
 ``output.py``      what the detokenizer has not been told yet
-``slots.py``       the running requests as numpy columns: the hot path
+``slots.py``       the running requests as columns: the hot path (``wide.py``: steps of many rows, in numpy)
 ``pages.py``       page ids and their reference counts
 ``radix.py``       the prefix cache
 ``workers.py``     resets and epochs; finding the request that kills the worker

@@ -59,18 +59,19 @@ class Admission:
     def preempted(self, pool: Pool) -> None:
         """Pages ran out. The fraction already generated is what the ratio should have been at least."""
         table = pool.table
-        slots = table.decoding.nonzero()[0]
-        if not slots.size:
+        slots = table.decoding_slots()
+        if not slots:
             return
-        done = int((table.known[slots] - table.prompt[slots]).sum())
-        allowed = int((table.limit[slots] - table.prompt[slots]).sum())
+        done = sum(table.known[slot] - table.prompt[slot] for slot in slots)
+        allowed = sum(table.limit[slot] - table.prompt[slot] for slot in slots)
         self.ratio = min(1.0, max(self.ratio, done / max(allowed, 1)) + RISE * self.conservativeness)
 
     def reserved_tokens(self, pool: Pool) -> float:
         """Tokens expected of the requests that run, beyond the pages they have."""
         table = pool.table
-        slots = table.running.nonzero()[0]
-        return self.ratio * float(np.minimum(table.limit[slots] - table.known[slots], CLIP_TOKENS).sum())
+        running = table.view("running")
+        left = table.view("limit")[running] - table.view("known")[running]
+        return self.ratio * float(np.minimum(left, CLIP_TOKENS).sum())
 
     def reserve_for(self, req: Req) -> float:
         """Tokens expected of a request beyond the ids it has."""

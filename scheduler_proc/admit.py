@@ -5,17 +5,14 @@ from __future__ import annotations
 from enum import Enum
 
 import numpy as np
-from numpy.typing import NDArray
 
-from common.messages import BeginRequest, Finish, pack_i32
+from common.messages import BeginRequest, Finish, pack_ints
 from scheduler_proc.admission import Admission
 from scheduler_proc.draft import Draft
 from scheduler_proc.life import Life
 from scheduler_proc.radix import Match
 from scheduler_proc.request import Req, Status
 from scheduler_proc.state import Pool, State
-
-I32 = NDArray[np.int32]
 
 MIN_SHARED_PAGES = 2
 """A request waits for another's prefix only if it saves at least this many pages of prefill."""
@@ -85,7 +82,7 @@ class Admitter:
 
     def _fits(self, pool: Pool, req: Req, match: Match, num_pages: int) -> bool:
         """Its pages, its own growth and that of those who run fit into what is free or can be evicted."""
-        if not pool.table.running.any():
+        if not any(pool.table.running):
             return True
         # Matched pages that nobody locks count as evictable, but not for this request: it locks them.
         available = (pool.num_available - num_pages) * pool.page_size
@@ -108,7 +105,7 @@ class Admitter:
                 data,
                 req.prompt_len,
                 computed_len,
-                pack_i32(req.pages),
+                pack_ints(req.pages),
                 req.worker_sampling,
                 spec.eos_token_ids,
                 spec.grammar,
@@ -130,7 +127,7 @@ class Admitter:
         """Schedule up to ``budget`` more ids of a prefilling request, ``stretch`` more if they are its last;
         returns how many."""
         table = draft.pool.table
-        left = int(table.known[req.slot]) - req.scheduled_len
+        left = table.known[req.slot] - req.scheduled_len
         n = left if budget > 0 and left <= budget + stretch else min(left, budget)
         if n <= 0:
             return 0
@@ -171,9 +168,8 @@ class Admitter:
         other = None if key is None else self.state.pending_prefixes.get(key)
         if other is None:
             return False
-        theirs = pool.table.known_ids(other)
-        n = min(len(theirs), len(req.ids) - 1)
-        different = theirs[:n] != req.ids[:n]
+        n = min(pool.table.known_len(other), len(req.ids) - 1)
+        different = pool.table.ids[other.slot, :n] != np.frombuffer(req.ids, dtype=np.int32)[:n]
         shared = int(different.argmax()) if different.any() else n
         return shared // pool.page_size >= match.num_pages + MIN_SHARED_PAGES
 
@@ -194,7 +190,7 @@ class Admitter:
             and pool.tree.enabled
             and req.tree_len == full * pool.page_size
             and leader.status is Status.RUNNING
-            and int(pool.table.computed[leader.slot]) >= req.prompt_len - 1
+            and pool.table.computed[leader.slot] >= req.prompt_len - 1
         )
         if not usable or leader is None:
             return req.tree_len

@@ -8,10 +8,10 @@ preempted or outlived a process, goes before the prompts of those that never ran
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from array import array
 
 from common.messages import Finish, ForwardBatch
+from scheduler_proc import wide
 from scheduler_proc.admission import Admission
 from scheduler_proc.admit import Admitter, Verdict
 from scheduler_proc.cost import choose_chunk
@@ -20,9 +20,8 @@ from scheduler_proc.life import Life
 from scheduler_proc.policy import Policy
 from scheduler_proc.preempt import pages_coming, pages_given, victims
 from scheduler_proc.request import Req, Status
+from scheduler_proc.slots import FEW, SlotTable
 from scheduler_proc.state import State
-
-I32 = NDArray[np.int32]
 
 MOST_WAITS = 64
 """Requests that wait for somebody's prefix passed over in one step; bounds the step's time."""
@@ -71,7 +70,7 @@ class Batcher:
             self._quarantine(draft, now)
         if not state.suspects:
             self._make_way()
-            self._decode(draft, pool.table.decoding.nonzero()[0])
+            self._decode(draft, pool.table.decoding_slots())
             self._prefill(draft, now)
         batch = draft.seal(state.epoch, state.step + 1)
         if batch is not None:
@@ -81,48 +80,43 @@ class Batcher:
 
     # ------------------------------------------------------------------ decoding rows
 
-    def _decode(self, draft: Draft, slots: NDArray[np.intp]) -> None:
+    def _decode(self, draft: Draft, slots: array[int]) -> None:
         """Add a row for each of these slots that may still generate and has, or gets, its page."""
         pool, table = draft.pool, draft.pool.table
-        expected = table.known[slots] + table.sampling[slots]
-        open_ = expected < table.limit[slots]
-        slots, expected = slots[open_], expected[open_]
-        if not slots.size:
-            return
-        capacity = table.capacity[slots]
-        needy = expected > capacity
-        num_needy = int(np.count_nonzero(needy))
-        if num_needy and not pool.ensure(num_needy):
-            left_out = self._make_room(draft, slots[needy].tolist())
-            keep = table.decoding[slots] & ~np.isin(slots, left_out)
-            slots, expected, needy = slots[keep], expected[keep], needy[keep]
-            num_needy = int(np.count_nonzero(needy))
-        draft.decode_slots = slots.astype(np.int32)
-        draft.decode_num_pages = np.zeros(slots.size, dtype=np.int32)
-        wishing = (expected + table.headroom[slots] > table.capacity[slots]).nonzero()[0]
-        if wishing.size:
-            self._add_pages(draft, wishing, expected, needy, num_needy)
+        rows_of = wide.decoding_rows if len(slots) > FEW else decoding_rows
+        rows, wishing, needy = rows_of(table, slots)
+        if needy and not pool.ensure(len(needy)):
+            left_out = set(self._make_room(draft, needy))
 
-    def _add_pages(self, draft: Draft, wishing: NDArray[np.intp], expected: I32, needy: NDArray[np.bool_],
-                   num_needy: int) -> None:  # fmt: skip
+            def stays(slot: int) -> bool:
+                return bool(table.decoding[slot]) and slot not in left_out
+
+            rows = array("i", filter(stays, rows))
+            wishing, needy = list(filter(stays, wishing)), list(filter(stays, needy))
+        draft.decode_slots = rows
+        if wishing:
+            self._add_pages(draft, wishing, needy)
+
+    def _add_pages(self, draft: Draft, wishing: list[int], needy: list[int]) -> None:
         """One page for each row that must have it; for grammar rows as much headroom as is free."""
         pool, table = draft.pool, draft.pool.table
-        pages = pool.allocator.alloc(num_needy)
-        given = iter(() if pages is None else pages.tolist())
-        for row in wishing.tolist():
-            slot = int(draft.decode_slots[row])
+        pages = pool.allocator.alloc(len(needy))
+        given = dict(zip(needy, () if pages is None else pages.tolist(), strict=True))
+        for slot in wishing:
             req = table.reqs[slot]
             assert req is not None  # a decoding slot is taken
-            new = [next(given)] if needy[row] else []
+            new = [given[slot]] if slot in given else []
             if table.headroom[slot]:
-                goal = min(int(expected[row]) + int(table.headroom[slot]), int(table.limit[slot]))
+                expected = table.known[slot] + table.sampling[slot]
+                goal = min(expected + table.headroom[slot], table.limit[slot])
                 short = pool.pages_for(goal) - len(req.pages) - len(new)
                 spare = pool.allocator.alloc(short) if short > 0 and pool.ensure(short) else None
                 new += [] if spare is None else spare.tolist()
-            req.pages += new
-            draft.new_pages += new
-            draft.decode_num_pages[row] = len(new)
-            table.capacity[slot] += len(new) * pool.page_size
+            if new:
+                req.pages += new
+                draft.new_pages += new
+                draft.num_new_pages[slot] = len(new)
+                table.capacity[slot] += len(new) * pool.page_size
 
     def _make_room(self, draft: Draft, needy: list[int]) -> list[int]:
         """Preempt until the rows that need a page have one, now or once what is in flight returns.
@@ -168,7 +162,7 @@ class Batcher:
         configured = self.state.config.scheduler.chunked_prefill_size
         budget, most = choose_chunk(configured, self.state.cost, len(draft.decode_slots), pool.page_size)
         stretch = most - budget
-        if not pool.table.running.any():
+        if not any(pool.table.running):
             self.admission.idle()
         for resumed in (True, False):
             budget -= self._continue(draft, budget, stretch, resumed=resumed)
@@ -178,8 +172,7 @@ class Batcher:
     def _continue(self, draft: Draft, budget: int, stretch: int, *, resumed: bool) -> int:
         """Chunks for those that are half computed and have output, or have none; returns how many ids."""
         table = draft.pool.table
-        partial = (table.running & ~table.decoding & ((table.known > table.prompt) == resumed)).nonzero()[0]
-        reqs = [req for slot in partial if (req := table.reqs[slot]) is not None]
+        reqs = [req for req in table.half_computed() if (table.known[req.slot] > req.prompt_len) == resumed]
         spent = 0
         for req in sorted(reqs, key=lambda req: req.seq):
             spent += self.admitter.add_chunk(draft, req, budget - spent, stretch)
@@ -234,7 +227,7 @@ class Batcher:
             if req.status is Status.WAITING and not self._admit_alone(draft, req, now):
                 continue  # it can no longer fit, and has ended
             if pool.table.decoding[req.slot]:
-                self._decode(draft, np.array([req.slot], dtype=np.intp))
+                self._decode(draft, array("i", [req.slot]))
             else:
                 configured = self.state.config.scheduler.chunked_prefill_size
                 budget, _ = choose_chunk(configured, self.state.cost, 0, pool.page_size)
@@ -246,3 +239,20 @@ class Batcher:
         while (verdict := self.admitter.admit(draft, req, now, alone=True)) is Verdict.FULL:
             self.life.preempt(victims(draft.pool)[0], f"{req.rid} must run alone: the worker died while it ran")
         return verdict is Verdict.ADMITTED
+
+
+def decoding_rows(table: SlotTable, slots: array[int]) -> tuple[array[int], list[int], list[int]]:
+    """Of these decoding slots: those that may still generate, those of them that want pages (a grammar row some
+    in advance), and those that cannot run without one."""
+    known, sampling, limit = table.known, table.sampling, table.limit
+    headroom, capacity = table.headroom, table.capacity
+    rows, wishing, needy = array("i"), [], []
+    for slot in slots:
+        expected = known[slot] + sampling[slot]
+        if expected < limit[slot]:
+            rows.append(slot)
+            if expected + headroom[slot] > capacity[slot]:
+                wishing.append(slot)
+                if expected > capacity[slot]:
+                    needy.append(slot)
+    return rows, wishing, needy

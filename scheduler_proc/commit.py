@@ -1,13 +1,12 @@
 """What the result of a step means for each of its rows.
 
-Rows that sampled one id and want nothing else are handled as columns; Python looks at a row only when
-it ends, when it is a prefill chunk, or when its ids come with log-probabilities or from a grammar.
+Rows that sampled one id and want nothing else are handled in one short loop; more is done for a row only
+when it ends, when it is a prefill chunk, or when its ids come with log-probabilities or from a grammar.
 """
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Sequence
 
 from common.errors import InvariantError
 from common.messages import (
@@ -17,16 +16,18 @@ from common.messages import (
     StepResult,
     TopLogprobs,
     unpack_f32,
-    unpack_i32,
+    unpack_ints,
 )
+from scheduler_proc import wide
 from scheduler_proc.admission import Admission
 from scheduler_proc.admit import prefix_key
 from scheduler_proc.life import Life
 from scheduler_proc.request import Req, Status
+from scheduler_proc.slots import FEW, SlotTable
 from scheduler_proc.state import InFlight, Pool, State
 
-I32 = NDArray[np.int32]
-U8 = NDArray[np.uint8]
+Span = tuple[int, int, int]
+"""(row, its first id in ``StepResult.ids``, how many it has)."""
 
 
 class Commit:
@@ -46,30 +47,24 @@ class Commit:
         if pool is None or message.epoch != self.state.epoch:
             return
         flight = self._oldest(pool, message)
-        slots = flight.slots
-        num_ids, ids = unpack_i32(message.num_ids), unpack_i32(message.ids)
-        flags = np.frombuffer(message.flags, dtype=np.uint8)
-        if not len(num_ids) == len(flags) == len(slots):
-            raise InvariantError(f"step {message.step}: {len(slots)} rows sent, {len(num_ids)} came back")
-        pool.table.rows[slots] -= 1
-        pool.table.sampling[slots] -= flight.sampling
+        slots, num_rows = flight.slots, len(message.num_ids) // 4
+        if not num_rows == len(message.flags) == len(slots):
+            raise InvariantError(f"step {message.step}: {len(slots)} rows sent, {num_rows} came back")
+        note_computed = wide.note_computed if len(slots) > FEW else self._note_computed
+        note_computed(pool.table, flight, message.num_ids)
         for page in flight.copied_pages:
             pool.allocator.release([page])
         self._count(message, flight)
-        starts = np.cumsum(num_ids) - num_ids
-        self._note_computed(pool, flight, num_ids)
         for failure in message.failures:
             self._fail(pool, slots, failure.row, failure.message)
         for chunk in message.prompt_logprobs:
             self._prompt_logprobs(pool, slots, chunk)
-        plain = (num_ids == 1) & pool.table.plain[slots] & (flags == 0)
-        self._slow_rows(pool, flight, (~plain).nonzero()[0], num_ids, ids, starts, flags, message)
-        self._plain_rows(pool, slots[plain], ids[starts[plain]])
+        self._append(pool.table, flight, message)
         self._after_chunks(pool, flight)
         self._acquit(pool, slots)
-        for slot in slots[(pool.table.rows[slots] == 0) & ~pool.table.running[slots]].tolist():
-            req = pool.table.reqs[slot]
-            if req is not None:
+        rows, running = pool.table.rows, pool.table.running
+        for slot in slots:
+            if not running[slot] and not rows[slot] and (req := pool.table.reqs[slot]) is not None:
                 self.life.settle(req)
 
     def _oldest(self, pool: Pool, message: StepResult) -> InFlight:
@@ -79,11 +74,10 @@ class Commit:
         return pool.in_flight.popleft()
 
     def _count(self, message: StepResult, flight: InFlight) -> None:
-        state, num_prefill = self.state, int(flight.chunks.sum())
-        num_decode = int(np.count_nonzero(flight.chunks == 0))
+        state, num_prefill, num_decode = self.state, flight.num_prefill_tokens, flight.num_decode
         duration_s = message.forward_s + message.sample_s
         state.metrics.num_prefill_tokens_total += num_prefill
-        if flight.slots.size:
+        if flight.slots:
             state.metrics.num_steps_total += 1
             state.metrics.step_time.observe(duration_s)
             state.cost.observe(duration_s, num_prefill, num_decode)
@@ -91,38 +85,38 @@ class Commit:
             self.admission.went_well()
 
     @staticmethod
-    def _note_computed(pool: Pool, flight: InFlight, num_ids: I32) -> None:
-        """A row that sampled has computed every id known before; a chunk that did not, its own ids."""
-        table, slots = pool.table, flight.slots
-        sampled = num_ids > 0
-        table.computed[slots[sampled]] = table.known[slots[sampled]]
-        chunk = ~sampled & (flight.chunks > 0)
-        table.computed[slots[chunk]] += flight.chunks[chunk]
+    def _note_computed(table: SlotTable, flight: InFlight, num_ids: bytes) -> None:
+        """The rows are no longer in flight. One that sampled has computed every id known before; a chunk that did
+        not, its own ids."""
+        rows, sampling, computed, known = table.rows, table.sampling, table.computed, table.known
+        columns = zip(flight.slots, flight.samples, flight.chunks, unpack_ints(num_ids), strict=True)
+        for slot, sample, chunk, n in columns:
+            rows[slot] -= 1
+            sampling[slot] -= sample
+            computed[slot] = known[slot] if n else computed[slot] + chunk
 
     # ------------------------------------------------------------------ rows
 
-    def _plain_rows(self, pool: Pool, slots: I32, tokens: I32) -> None:
-        table = pool.table
-        table.ids[slots, table.known[slots]] = tokens
-        table.known[slots] += 1
-        self.state.metrics.generation_tokens_total += int(slots.size)
-        stopped = (table.stop[slots] == tokens[:, None]).any(axis=1)
-        ended = stopped | (table.known[slots] >= table.limit[slots])
-        for i in ended.nonzero()[0].tolist():
-            req = table.reqs[int(slots[i])]
+    def _append(self, table: SlotTable, flight: InFlight, message: StepResult) -> None:
+        """Each row's new ids to its request, whose end they may be."""
+        append = wide.append_plain if len(flight.slots) > FEW else append_plain
+        num_plain, ended, others = append(table, flight.slots, message)
+        self.state.metrics.generation_tokens_total += num_plain
+        if others:
+            self._slow_rows(table, flight, others, message)
+        for slot, token in ended:
+            req = table.reqs[slot]
             assert req is not None  # a slot with a row in flight is taken
-            self.life.finish(req, Finish("stop", int(tokens[i])) if stopped[i] else Finish("length"))
+            self.life.finish(req, Finish("stop", token) if token in req.stop_ids else Finish("length"))
 
-    def _slow_rows(self, pool: Pool, flight: InFlight, rows: NDArray[np.intp], num_ids: I32, ids: I32, starts: I32,
-                   flags: U8, message: StepResult) -> None:  # fmt: skip
+    def _slow_rows(self, table: SlotTable, flight: InFlight, rows: list[Span], message: StepResult) -> None:
         """Rows with log-probabilities, grammars, many stop ids, flags, or whose request has ended."""
-        logprobs = unpack_f32(message.logprobs)
+        ids, logprobs = unpack_ints(message.ids), unpack_f32(message.logprobs)
         at = at_top = 0
-        for row in rows.tolist():
-            req = pool.table.reqs[int(flight.slots[row])]
+        for row, start, n in rows:
+            req = table.reqs[flight.slots[row]]
             if req is None:
                 continue  # its row failed, and it is gone already
-            n = int(num_ids[row])
             sampling = req.spec.sampling
             top: list[TopLogprobs] = []
             values: list[float] = []
@@ -133,13 +127,12 @@ class Commit:
                     top = message.top_logprobs[at_top : at_top + n]
                     at_top += n
             if req.finish is None:
-                tokens = ids[int(starts[row]) : int(starts[row]) + n].tolist()
-                self._extend(pool, req, tokens, values, top, int(flags[row]))
+                self._extend(table, req, ids[start : start + n], values, top, message.flags[row])
 
-    def _extend(self, pool: Pool, req: Req, tokens: list[int], values: list[float], top: list[TopLogprobs],
+    def _extend(self, table: SlotTable, req: Req, tokens: Sequence[int], values: list[float], top: list[TopLogprobs],
                 flags: int) -> None:  # fmt: skip
         """Append ids one by one until one of them ends the request."""
-        table, slot = pool.table, req.slot
+        slot = req.slot
         req.in_tool_call = bool(flags & RowFlag.IN_TOOL_CALL)
         if tokens and req.accepted:
             self.state.loose[req.rid] = req
@@ -162,14 +155,14 @@ class Commit:
         elif table.known[slot] >= table.limit[slot] and (tokens or table.computed[slot] >= table.known[slot]):
             self.life.finish(req, Finish("length"))
 
-    def _fail(self, pool: Pool, slots: I32, row: int, words: str) -> None:
-        req = pool.table.reqs[int(slots[row])]
+    def _fail(self, pool: Pool, slots: Sequence[int], row: int, words: str) -> None:
+        req = pool.table.reqs[slots[row]]
         if req is not None and req.finish is None:
             self.life.fail(req, 500, words, code="row_failed")
 
-    def _prompt_logprobs(self, pool: Pool, slots: I32, chunk: PromptLogprobs) -> None:
+    def _prompt_logprobs(self, pool: Pool, slots: Sequence[int], chunk: PromptLogprobs) -> None:
         """Collect one chunk. Positions already there (recomputed after a preemption) are counted once."""
-        req = pool.table.reqs[int(slots[chunk.row])]
+        req = pool.table.reqs[slots[chunk.row]]
         if req is None or req.prompt_logprobs is None or req.finish is not None:
             return
         values = unpack_f32(chunk.logprobs)
@@ -183,7 +176,7 @@ class Commit:
         if req.prompt_top:
             req.prompt_top[begin:end] = chunk.top
         req.prompt_logprobs_left = total - max(done, end)
-        if req.prompt_logprobs_left == 0 and len(pool.table.known_ids(req)) >= req.max_len:
+        if req.prompt_logprobs_left == 0 and pool.table.known_len(req) >= req.max_len:
             self.life.finish(req, Finish("length"))  # no tokens were asked for
 
     # ------------------------------------------------------------------ afterwards
@@ -191,28 +184,51 @@ class Commit:
     def _after_chunks(self, pool: Pool, flight: InFlight) -> None:
         """Prompts, as far as they are computed, enter the tree; who waits for a prefix is told how far it is."""
         table, size = pool.table, pool.page_size
-        for row in flight.chunks.nonzero()[0].tolist():
-            req = table.reqs[int(flight.slots[row])]
+        for slot, samples in zip(flight.slots[flight.num_decode :], flight.samples[flight.num_decode :], strict=True):
+            req = table.reqs[slot]
             if req is None or req.status is not Status.RUNNING:
                 continue
             self.life.keep_in_tree(req)
             if req.pending_key is None:
                 continue
             self.life.leave_prefix(req)
-            if flight.sampling[row]:
+            if samples:
                 continue
-            key = prefix_key(pool, req, table.known_ids(req).tobytes(), req.tree_len // size)
+            key = prefix_key(pool, req, table.ids_up_to(slot, table.known[slot]), req.tree_len // size)
             if key is not None and key not in self.state.pending_prefixes:
                 self.state.pending_prefixes[key] = req
                 req.pending_key = key
 
-    def _acquit(self, pool: Pool, slots: I32) -> None:
+    def _acquit(self, pool: Pool, slots: Sequence[int]) -> None:
         """Suspects that have passed the position at which a worker died are free to run with others."""
         suspects = self.state.suspects
         if not suspects:
             return
-        for slot in slots.tolist():
+        for slot in slots:
             req = pool.table.reqs[slot]
-            if req is not None and int(pool.table.computed[slot]) >= suspects.get(req.rid, 1 << 60):
+            if req is not None and pool.table.computed[slot] >= suspects.get(req.rid, 1 << 60):
                 del suspects[req.rid]
                 req.crashes = 0
+
+
+def append_plain(
+    table: SlotTable, slots: Sequence[int], message: StepResult
+) -> tuple[int, list[tuple[int, int]], list[Span]]:
+    """Append the ids of rows that sampled one and want nothing else. Returns how many these rows are, the (slot, id)
+    of those that ended with it, and the rows that are left."""
+    plain, known, limit, reqs = table.plain, table.known, table.limit, table.reqs
+    ids = unpack_ints(message.ids)
+    at = 0
+    ended: list[tuple[int, int]] = []
+    others: list[Span] = []
+    for row, (slot, n, flags) in enumerate(zip(slots, unpack_ints(message.num_ids), message.flags, strict=True)):
+        req = reqs[slot]
+        if n == 1 and plain[slot] and not flags and req is not None:
+            token = ids[at]
+            table.append(req, token)
+            if known[slot] >= limit[slot] or token in req.stop_ids:
+                ended.append((slot, token))
+        else:
+            others.append((row, at, n))
+        at += n
+    return len(slots) - len(others), ended, others

@@ -75,6 +75,8 @@ class Controls:
 
     def settle(self, now: float) -> None:
         """Answer what has become possible, or has waited long enough. Called once a step, after scheduling."""
+        if not (self.flushes or self.profiles):
+            return
         pool = self.state.pool
         busy = len(self.state.queue) > 0 or (pool is not None and (pool.table.num_taken > 0 or bool(pool.in_flight)))
         for until, message in self.flushes[:]:
@@ -96,6 +98,8 @@ class Controls:
 
     def next_deadline(self) -> float:
         """When ``settle`` has something to give up; infinity with nothing pending."""
+        if not (self.flushes or self.profiles):
+            return float("inf")
         times = [until for until, _ in self.flushes] + [until for until, _ in self.profiles.values()]
         return min(times, default=float("inf"))
 

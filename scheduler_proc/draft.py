@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
-from common.messages import BeginRequest, ForwardBatch, pack_i32
+from common.messages import BeginRequest, ForwardBatch, pack_ints
+from scheduler_proc import wide
+from scheduler_proc.slots import FEW
 from scheduler_proc.state import InFlight, Pool
 
-I32 = NDArray[np.int32]
-_NONE: I32 = np.zeros(0, dtype=np.int32)
 
-
-@dataclass
+@dataclass(slots=True)
 class Draft:
-    """Decoding rows as arrays, prefill rows as lists: there are many of the former, few of the latter."""
+    """Decoding rows, which are many and all alike, apart from prefill rows."""
 
     pool: Pool
-    decode_slots: I32 = field(default_factory=lambda: _NONE)
-    decode_num_pages: I32 = field(default_factory=lambda: _NONE)
-    """[D]: pages appended to each decoding row."""
+    decode_slots: array[int] = field(default_factory=lambda: array("i"))
+    num_new_pages: dict[int, int] = field(default_factory=dict)
+    """Slot of a decoding row -> pages appended to it, where there are any; in the order of the rows."""
     new_pages: list[int] = field(default_factory=list)
     prefill_slots: list[int] = field(default_factory=list)
     prefill_chunks: list[int] = field(default_factory=list)
@@ -38,28 +35,34 @@ class Draft:
     def seal(self, epoch: int, step: int) -> ForwardBatch | None:
         """Count the rows as in flight and make the message; None when there is nothing to do."""
         table = self.pool.table
-        slots = np.concatenate([self.decode_slots, np.array(self.prefill_slots, dtype=np.int32)]).astype(np.int32)
         ends = table.end_slots()
-        if not slots.size and not ends:
+        slots = self.decode_slots + array("i", self.prefill_slots)
+        if not slots and not ends:
             return None
-        num_decode, num_prefill = len(self.decode_slots), len(self.prefill_slots)
-        chunks = np.zeros(slots.size, dtype=np.int32)
-        chunks[num_decode:] = self.prefill_chunks
-        sampling = np.ones(slots.size, dtype=np.bool_)
-        sampling[num_decode:] = self.prefill_samples
-        num_pages = np.concatenate([self.decode_num_pages, np.zeros(num_prefill, dtype=np.int32)])
-        table.rows[slots] += 1
-        table.sampling[slots] += sampling
+        num_decode = len(self.decode_slots)
+        chunks = array("i", bytes(4 * num_decode)) + array("i", self.prefill_chunks)
+        samples = b"\1" * num_decode + bytes(self.prefill_samples)
+        if len(slots) > FEW:
+            wide.count_sent(table, slots, samples)
+        else:
+            for slot, sample in zip(slots, samples, strict=True):
+                table.rows[slot] += 1
+                table.sampling[slot] += sample
         copied = tuple(src for src, _ in self.copies)
-        self.pool.in_flight.append(InFlight(step, slots, chunks, sampling, copied))
+        num_tokens = self.num_prefill_tokens
+        self.pool.in_flight.append(InFlight(step, slots, chunks, samples, num_decode, num_tokens, copied))
+        num_pages, row = array("i", bytes(4 * len(slots))), 0
+        for slot, n in self.num_new_pages.items():
+            row = slots.index(slot, row)
+            num_pages[row] = n
         return ForwardBatch(
             epoch=epoch,
             step=step,
-            copies=pack_i32(np.array(self.copies, dtype=np.int32).reshape(-1)),
+            copies=pack_ints([page for copy in self.copies for page in copy]),
             begins=self.begins,
-            slots=pack_i32(slots),
-            num_tokens=pack_i32(chunks),
-            num_new_pages=pack_i32(num_pages),
-            new_pages=pack_i32(self.new_pages),
-            ends=pack_i32(ends),
+            slots=slots.tobytes(),
+            num_tokens=chunks.tobytes(),
+            num_new_pages=num_pages.tobytes(),
+            new_pages=pack_ints(self.new_pages),
+            ends=pack_ints(ends),
         )

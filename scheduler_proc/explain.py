@@ -25,7 +25,7 @@ def why_waiting(scheduler: Scheduler, req: Req) -> str:
         return f"prefix: {other.rid} is computing what it shares with it"
     if stuck is not None:
         return f"order: {stuck.rid} is before it and does not fit"
-    if len(pool.in_flight) >= scheduler.batcher.depth and not pool.in_flight[-1].chunks.any():
+    if len(pool.in_flight) >= scheduler.batcher.depth and not any(pool.in_flight[-1].chunks):
         return "turn: enough batches are in flight; the next is decided when one returns"
     if state.pacing.holding:
         return "turn: the next batch is decided shortly before the running one ends"

@@ -108,4 +108,4 @@ class Gateways:
 
     def next_expiry(self) -> float:
         """When the next lease runs out; infinity with none."""
-        return min((gateway.expires for gateway in self.known.values()), default=float("inf"))
+        return min([gateway.expires for gateway in self.known.values()], default=float("inf"))

@@ -112,7 +112,7 @@ class Ingest:
         """A resubmission whose ids are all there, or a request for no tokens at all."""
         outputs = req.ids[req.prompt_len :]
         if len(outputs):
-            last = int(outputs[-1])
+            last = outputs[-1]
             if last in req.stop_ids:
                 return Finish("stop", last)
         if len(req.ids) >= req.max_len and req.prompt_logprobs_left == 0:

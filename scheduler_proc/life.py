@@ -97,10 +97,10 @@ class Life:
         """Insert the full pages whose KV is computed. Moves the lock down when the pages are its own."""
         pool = self.state.need_pool()
         table, size = pool.table, pool.page_size
-        num_pages = int(table.computed[req.slot]) // size
+        num_pages = table.computed[req.slot] // size
         if num_pages * size <= req.tree_len or not pool.tree.enabled:
             return
-        data = table.ids[req.slot, : num_pages * size].tobytes()
+        data = table.ids_up_to(req.slot, num_pages * size)
         found = pool.tree.insert(req.spec.cache_salt, data, req.pages[:num_pages])
         if found.node is not None and found.num_existing * size == req.tree_len:
             pool.tree.lock_node(found.node)

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from common.channels import Channels, Receiver, Sender
+from common.channels import Channels, Receiver, Sender, Waiter
 from common.errors import InvariantError
 from common.inboxes import inbox_address, is_remote, remote_address
-from common.messages import Control, EngineStatus, GatewayLease, Message
+from common.messages import Control, EngineStatus, GatewayAddress, GatewayLease
 from common.process import ProcessContext
 from scheduler_proc.record import StepRecorder
 from scheduler_proc.scheduler import Scheduler, StepOutput
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 LONGEST_SLEEP_S = 0.25
 RETRY_S = 0.005
 """How soon a full channel is tried again."""
+BEAT_S = 0.1
+"""How often ``ProcessContext.beat`` is called, which itself sends less often."""
 FORGIVEN = "worker_crashes_forgiven"
 """Key of ``Heartbeat.info``: worker crashes laid to one request's charge, which the supervisor does not count."""
 NUM_OPEN = "num_open"
@@ -45,8 +47,8 @@ class Outbox:
 
     def put(self, frame: bytes) -> None:
         """Send, or keep until the channel takes it."""
-        self.unsent.append(frame)
-        self.flush()
+        if self.unsent or not self.sender.send_bytes(frame):
+            self.unsent.append(frame)
 
     def flush(self) -> None:
         """Send what the channel takes."""
@@ -60,7 +62,7 @@ class Mail:
     def __init__(self, channels: Channels, num_tokenizers: int, engine_listen: str = "") -> None:
         self._channels = channels
         self._encoder = msgspec.msgpack.Encoder()
-        self.inboxes: list[Receiver[Any]] = [channels.receiver("scheduler"), channels.receiver("scheduler-work")]
+        self.inboxes: list[Receiver[Any]] = [channels.receiver("scheduler-work"), channels.receiver("scheduler")]
         self.worker = Outbox(channels.sender("worker-0"))
         self.tokenizers = [Outbox(channels.sender(f"tokenizer-{i}")) for i in range(num_tokenizers)]
         self.detokenizer = Outbox(channels.sender("detokenizer"))
@@ -68,16 +70,23 @@ class Mail:
         if engine_listen:
             address = remote_address(engine_listen, "scheduler")
             self.inboxes.append(channels.receiver("remote-scheduler", address, self._is_from_elsewhere))
+        self._waiter = Waiter(self.inboxes)
+        self._ready = self.inboxes
+        """Those that have something, as ``wait`` found."""
 
     def receive(self) -> list[Any]:
         """Everything that has arrived, the worker's results first: they free what others wait for."""
-        messages = self.inboxes[1].receive() + self.inboxes[0].receive()
-        messages = [m for m in messages if not isinstance(m, GatewayLease) or self._is_local(m)]
-        for inbox in self.inboxes[2:]:
-            messages += inbox.receive()
-        for message in messages:
-            if isinstance(message, GatewayLease):
-                self._open_gateway(message)
+        messages: list[Any] = []
+        for inbox in self.inboxes:
+            if inbox not in self._ready:
+                continue
+            here = inbox not in self.inboxes[2:]
+            for message in inbox.receive():
+                if isinstance(message, GatewayLease):
+                    if here and not self._is_local(message):
+                        continue
+                    self._open_gateway(message)
+                messages.append(message)
         return messages
 
     def _is_local(self, lease: GatewayLease) -> bool:
@@ -108,11 +117,8 @@ class Mail:
         """Send what a step wants sent, after what is still unsent."""
         for order in out.to_worker:
             self.worker.put(self._encoder.encode(order))
-        for address in out.addresses:
-            self._to_all([*self.tokenizers, self.detokenizer], address)
-        last_word = {address.gateway: address.gone for address in out.addresses}
-        for gateway in [name for name, gone in last_word.items() if gone and name in self.gateways]:
-            self.gateways.pop(gateway).sender.close(0)
+        if out.addresses:
+            self._tell_addresses(out.addresses)
         if out.tokens is not None:
             self.detokenizer.put(self._encoder.encode(out.tokens))
         for gateway, reply in out.replies:
@@ -120,8 +126,17 @@ class Mail:
                 self.gateways[gateway].put(self._encoder.encode(reply))
         if out.status is not None:
             self._broadcast(out.status)
-        for outbox in self._all():
+        for outbox in self._full():
             outbox.flush()
+
+    def _tell_addresses(self, addresses: list[GatewayAddress]) -> None:
+        for address in addresses:
+            frame = self._encoder.encode(address)
+            for outbox in [*self.tokenizers, self.detokenizer]:
+                outbox.put(frame)
+        last_word = {address.gateway: address.gone for address in addresses}
+        for gateway in [name for name, gone in last_word.items() if gone and name in self.gateways]:
+            self.gateways.pop(gateway).sender.close(0)
 
     def _broadcast(self, status: EngineStatus) -> None:
         frame = self._encoder.encode(status)
@@ -129,22 +144,18 @@ class Mail:
             if not outbox.full:
                 outbox.sender.send_bytes(frame)
 
-    def _to_all(self, outboxes: list[Outbox], message: Message) -> None:
-        frame = self._encoder.encode(message)
-        for outbox in outboxes:
-            outbox.put(frame)
-
-    def _all(self) -> list[Outbox]:
-        return [self.worker, *self.tokenizers, self.detokenizer, *self.gateways.values()]
+    def _full(self) -> list[Outbox]:
+        outboxes = (self.worker, *self.tokenizers, self.detokenizer, *self.gateways.values())
+        return [outbox for outbox in outboxes if outbox.unsent]
 
     @property
     def unsent(self) -> bool:
         """Some channel is full."""
-        return any(outbox.full for outbox in self._all())
+        return bool(self._full())
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until a message arrives or the time has passed."""
-        Channels.wait_any(self.inboxes, timeout_s)
+        self._ready = self._waiter.wait(timeout_s)
 
 
 def main(context: ProcessContext) -> None:
@@ -156,7 +167,8 @@ def main(context: ProcessContext) -> None:
     tune_gc()
     progress = 0
     last_check, checked_step = time.time(), 0
-    now = 0.0
+    now = beat_at = 0.0
+    told_ready = False
     recorder = None if context.trace is None else StepRecorder(context.trace, scheduler)
     while not context.stopping:
         messages = mail.receive()
@@ -164,16 +176,16 @@ def main(context: ProcessContext) -> None:
         worker_full, detokenizer_full = mail.worker.full, mail.detokenizer.full
         if recorder is not None:
             recorder.before()
-        out = scheduler.step(
-            messages, now, worker_full=worker_full, detokenizer_full=detokenizer_full, max_batches=1
-        )
+        out = scheduler.step(messages, now, worker_full=worker_full, detokenizer_full=detokenizer_full, max_batches=1)
         mail.send(out)
         if recorder is not None:
             recorder.after(messages, now, out, worker_full=worker_full, detokenizer_full=detokenizer_full)
         for level, words in out.log:
             log.log(logging.getLevelNamesMapping()[level.upper()], "%s", words)
         progress += 1
-        context.beat(ready=scheduler.ready, progress=progress, info=_info(scheduler))
+        if now >= beat_at or scheduler.ready != told_ready:
+            beat_at, told_ready = now + BEAT_S, scheduler.ready
+            context.beat(ready=told_ready, progress=progress, info=_info(scheduler))
         if scheduler.idle and now - last_check > CHECK_S and scheduler.state.step != checked_step:
             last_check, checked_step = now, scheduler.state.step
             _check(scheduler)

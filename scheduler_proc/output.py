@@ -6,9 +6,13 @@ and the next batch carries more. A higher attempt moves the cursor back to the f
 
 from __future__ import annotations
 
+from itertools import compress
+
 from common.messages import BeginOutput, TokenBatch, TokenRow, pack_f32
+from scheduler_proc import wide
 from scheduler_proc.life import Life
 from scheduler_proc.request import Req, Status
+from scheduler_proc.slots import FEW, SlotTable
 from scheduler_proc.state import State
 
 
@@ -84,21 +88,8 @@ class Output:
         pool = self.state.pool
         if pool is None:
             return []
-        table = pool.table
-        slots = (table.streaming & (table.known > table.sent)).nonzero()[0]
-        if not slots.size:
-            return []
-        sent, known = table.sent[slots], table.known[slots]
-        indexes = (sent - table.prompt[slots]).tolist()
-        table.sent[slots] = known
-        reqs = table.reqs
-        if int((known - sent).max()) > 1:
-            pieces = [table.ids[s, a:b].astype("<i4").tobytes() for s, a, b in zip(slots, sent, known, strict=True)]
-        else:
-            column = table.ids[slots, sent].astype("<i4", copy=False).tobytes()
-            pieces = [column[i : i + 4] for i in range(0, len(column), 4)]
-        at = zip(map(reqs.__getitem__, slots.tolist()), indexes, pieces, strict=True)
-        return [TokenRow(req.rid, req.attempt, index, piece) for req, index, piece in at if req is not None]
+        many = pool.table.streaming.count(1) > FEW
+        return wide.new_rows(pool.table) if many else new_rows(pool.table)
 
     def _loose_row(self, req: Req) -> TokenRow | None:
         """Everything new of one request, its ending included; None when there is nothing."""
@@ -127,7 +118,7 @@ class Output:
             req.rid,
             req.attempt,
             a,
-            ids[sent:].astype("<i4").tobytes(),
+            ids[sent:].tobytes(),
             b"" if req.logprobs is None else pack_f32(req.logprobs[a:b]),
             req.top_logprobs[a:b],
             prompt_values,
@@ -146,3 +137,14 @@ class Output:
             self.state.need_pool().table.set_sent(req, n)
         else:
             req.sent_len = n
+
+
+def new_rows(table: SlotTable) -> list[TokenRow]:
+    """Ids that were not handed over yet of the slots that stream; they count as handed over."""
+    rows = []
+    for slot in compress(range(table.max_slots), table.streaming):
+        begin, end, req = table.sent[slot], table.known[slot], table.reqs[slot]
+        if begin < end and req is not None:
+            table.sent[slot] = end
+            rows.append(TokenRow(req.rid, req.attempt, begin - req.prompt_len, table.ids_up_to(slot, end, begin)))
+    return rows

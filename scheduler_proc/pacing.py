@@ -16,8 +16,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from common.messages import StepResult
 from scheduler_proc.cost import StepCost
 
@@ -76,8 +74,7 @@ class Pacing:
 
 def expected_s(flight: InFlight, cost: StepCost) -> float:
     """Seconds a step is expected to take at least; 0 while nothing like it was measured."""
-    num_prefill = int(flight.chunks.sum())
-    num_decode = int(np.count_nonzero(flight.chunks == 0))
+    num_prefill, num_decode = flight.num_prefill_tokens, flight.num_decode
     decode_s = cost.decoding(num_decode)
     if (num_decode and not decode_s) or (num_prefill and not cost.per_prefill_token_s):
         return 0.0

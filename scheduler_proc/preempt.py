@@ -19,7 +19,7 @@ def victims(pool: Pool, keep: Iterable[Req] = ()) -> list[Req]:
     running = [req for req in table.taken() if req.status is Status.RUNNING and id(req) not in kept]
 
     def key(req: Req) -> tuple[bool, float, int, int]:
-        return (req.in_tool_call, req.rank, int(table.known[req.slot]) - req.prompt_len, -req.seq)
+        return (req.in_tool_call, req.rank, table.known[req.slot] - req.prompt_len, -req.seq)
 
     running.sort(key=key)
     return running

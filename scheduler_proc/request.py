@@ -10,7 +10,9 @@ with them has returned.
 
 from __future__ import annotations
 
+from array import array
 from enum import IntEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,8 +24,6 @@ from common.messages import HEALTH_RID_PREFIX, Finish, SamplingParams, Tokenized
 
 if TYPE_CHECKING:
     from scheduler_proc.radix import Node
-
-I32 = NDArray[np.int32]
 
 GroupKey = tuple[str, str, str, bytes]
 """(gateway, group, cache salt, prompt): requests that share a prompt."""
@@ -48,6 +48,12 @@ _NEXT: dict[Status, frozenset[Status]] = {
 }
 
 
+@lru_cache(64)
+def _stop_ids(eos: tuple[int, ...], others: tuple[int, ...]) -> frozenset[int]:
+    """Requests with the same share one set: each row of each step looks into its own."""
+    return frozenset(eos + others)
+
+
 class Req:
     """A live request. Its ids are in the slot table while it has a slot, here otherwise."""
 
@@ -60,9 +66,8 @@ class Req:
     )  # fmt: skip
 
     def __init__(self, seq: int, spec: Tokenized, now: float) -> None:
-        prompt = np.frombuffer(spec.input_ids, dtype="<i4")
-        outputs = np.frombuffer(spec.output_ids, dtype="<i4")
         sampling = spec.sampling
+        prompt_len, n_known = len(spec.input_ids) // 4, len(spec.output_ids) // 4
         self.seq = seq
         """Order of arrival."""
         self.spec = spec
@@ -73,12 +78,12 @@ class Req:
         self.queued_at = now
         self.rank = float(spec.priority)
         """Priority with what the wait added, fixed when it is admitted."""
-        self.prompt_len = len(prompt)
-        self.max_len = len(prompt) + (sampling.max_tokens or 0)
+        self.prompt_len = prompt_len
+        self.max_len = prompt_len + (sampling.max_tokens or 0)
         """Most ids, prompt included."""
-        self.stop_ids = frozenset(spec.eos_token_ids) | frozenset(sampling.stop_token_ids)
-        self.ids: I32 = np.concatenate([prompt, outputs])
-        """Every known id, while the request has no slot."""
+        self.stop_ids = _stop_ids(spec.eos_token_ids, sampling.stop_token_ids)
+        self.ids = array("i", spec.input_ids + spec.output_ids)
+        """Every known id, prompt included, while the request has no slot."""
         self.slot = -1
         self.pages: list[int] = []
         self.node: Node | None = None
@@ -94,7 +99,7 @@ class Req:
             self.group_key = (spec.gateway, spec.group, spec.cache_salt, spec.input_ids)
         self.cached_len = -1
         """Of the first admission; -1 before."""
-        self.sent_len = len(prompt)
+        self.sent_len = prompt_len
         """Ids handed to the detokenizer, prompt included, while the request has no slot."""
         self.finish: Finish | None = None
         self.finish_handed = False
@@ -104,18 +109,17 @@ class Req:
         self.crashes = 0
         """Worker deaths while a row of it was in flight."""
         self.num_preemptions = 0
-        n_known = len(outputs)
         # Log-probabilities of ids another scheduler generated are gone; the gateway has them already.
         self.logprobs: list[float] | None = None if sampling.logprobs is None else [0.0] * n_known
         self.top_logprobs: list[TopLogprobs] = [TopLogprobs(b"", b"")] * n_known if sampling.logprobs else []
         wants_prompt = sampling.prompt_logprobs is not None and not n_known
         self.prompt_logprobs: NDArray[np.float32] | None = (
-            np.zeros(max(len(prompt) - 1, 0), dtype=np.float32) if wants_prompt else None
+            np.zeros(max(prompt_len - 1, 0), dtype=np.float32) if wants_prompt else None
         )
-        self.prompt_logprobs_left = len(prompt) - 1 if wants_prompt else 0
+        self.prompt_logprobs_left = prompt_len - 1 if wants_prompt else 0
         """Prompt positions whose log-probability is still to come."""
         self.prompt_top: list[TopLogprobs] = (
-            [TopLogprobs(b"", b"")] * (len(prompt) - 1) if wants_prompt and sampling.prompt_logprobs else []
+            [TopLogprobs(b"", b"")] * (prompt_len - 1) if wants_prompt and sampling.prompt_logprobs else []
         )
         self.prompt_logprobs_sent = not wants_prompt
 

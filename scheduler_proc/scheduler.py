@@ -63,7 +63,7 @@ STATUS_S = 0.25
 """EngineStatus at least this often; at once when a generation or readiness changes."""
 
 
-@dataclass
+@dataclass(slots=True)
 class StepOutput:
     """What one step wants sent, each list in order."""
 
@@ -185,7 +185,7 @@ class Scheduler:
         out.replies, self.controls.replies = self.controls.replies, []
         out.log, state.log = state.log, []
         out.preempted, state.preempted = state.preempted, []
-        news = (state.pool is not None, state.draining, tuple(sorted(self.generations.items())))
+        news = (state.pool is not None, state.draining, tuple(self.generations.items()))
         if now >= self.next_status or news != self.announced:
             self.announced = news
             self.next_status = now + STATUS_S

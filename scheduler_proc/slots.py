@@ -1,30 +1,35 @@
-"""The running requests as numpy columns, one row per worker slot.
+"""The running requests as columns, one place per worker slot.
 
-A step with a thousand decoding rows is a few dozen array operations on these columns instead of a
-thousand turns of a Python loop; Python runs only for rows to which something happens (a page, an end,
-log-probabilities, a grammar).
+A step of a few rows is a few short loops over these columns, one of a thousand rows a few dozen array operations
+(``wide.py``). More is done only for rows to which something happens: a page, an end, log-probabilities, a grammar.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
+from itertools import compress
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_proc.request import Req
 
-I32 = NDArray[np.int32]
-Bool = NDArray[np.bool_]
-
 NUM_STOP_COLUMNS = 8
 """Stop ids checked as columns; a request with more goes the slow way."""
 GRAMMAR_HEADROOM = 32
 """Tokens of page capacity kept ahead of a grammar row, so that forced ids can be appended."""
+NUMBERS = ("known", "computed", "sent", "limit", "prompt", "capacity", "headroom", "rows", "sampling")
+FLAGS = ("running", "decoding", "plain", "streaming")
+"""The columns by name: of int32, of truth values."""
+FEW = 96
+"""Rows that a loop handles; array operations take less than it from some 150 rows on, and from fewer where the columns
+lie in a cache."""
 
 
 class SlotTable:
-    """Columns of shape [max_slots], and the ids themselves as [max_slots, width].
+    """Columns of ``max_slots`` entries, and the ids themselves as [max_slots, width].
 
     A slot belongs to one request from ``take`` until ``give_back``; it may be begun again only in a
     batch later than the one that ends it in the worker, hence ``to_end``.
@@ -35,36 +40,47 @@ class SlotTable:
         self.width = width
         self.reqs: list[Req | None] = [None] * max_slots
         # Rows of ids never touched cost no memory: the kernel maps pages on first use.
-        self.ids: I32 = np.empty((max_slots, width), dtype=np.int32)
-        self.known: I32 = np.zeros(max_slots, dtype=np.int32)
+        self.ids: NDArray[np.int32] = np.empty((max_slots, width), dtype=np.int32)
+        self.id_at = self.ids.data
+        """``id_at[slot, position]``: one of ``ids``, without numpy."""
+        zeros = bytes(4 * max_slots)
+        self.known = array("i", zeros)
         """Ids known, prompt included."""
-        self.computed: I32 = np.zeros(max_slots, dtype=np.int32)
+        self.computed = array("i", zeros)
         """Leading ids whose KV is in the pages for certain (committed)."""
-        self.sent: I32 = np.zeros(max_slots, dtype=np.int32)
+        self.sent = array("i", zeros)
         """Ids handed to the detokenizer, prompt included."""
-        self.limit: I32 = np.zeros(max_slots, dtype=np.int32)
+        self.limit = array("i", zeros)
         """Ids at which the request is at its max_tokens."""
-        self.prompt: I32 = np.zeros(max_slots, dtype=np.int32)
-        self.capacity: I32 = np.zeros(max_slots, dtype=np.int32)
+        self.prompt = array("i", zeros)
+        self.capacity = array("i", zeros)
         """Positions its pages cover."""
-        self.headroom: I32 = np.zeros(max_slots, dtype=np.int32)
-        self.rows: I32 = np.zeros(max_slots, dtype=np.int32)
+        self.headroom = array("i", zeros)
+        self.rows = array("i", zeros)
         """Rows in flight."""
-        self.sampling: I32 = np.zeros(max_slots, dtype=np.int32)
+        self.sampling = array("i", zeros)
         """Rows in flight that sample."""
-        self.stop: I32 = np.full((max_slots, NUM_STOP_COLUMNS), -1, dtype=np.int32)
-        self.running: Bool = np.zeros(max_slots, dtype=np.bool_)
+        self.stop: NDArray[np.int32] = np.full((max_slots, NUM_STOP_COLUMNS), -1, dtype=np.int32)
+        self.running = bytearray(max_slots)
         """The request's status is RUNNING."""
-        self.decoding: Bool = np.zeros(max_slots, dtype=np.bool_)
+        self.decoding = bytearray(max_slots)
         """RUNNING and every known id was sent for computing."""
-        self.plain: Bool = np.zeros(max_slots, dtype=np.bool_)
-        """RUNNING or LEAVING, and its new ids need no look by Python unless they end it."""
-        self.streaming: Bool = np.zeros(max_slots, dtype=np.bool_)
+        self.plain = bytearray(max_slots)
+        """RUNNING or LEAVING, and its new ids need no further look unless they end it."""
+        self.streaming = bytearray(max_slots)
         """New ids go out as plain rows: RUNNING, begun at the detokenizer, no log-probabilities."""
+        self._views: dict[str, NDArray[Any]] = {
+            **{name: np.frombuffer(getattr(self, name), dtype=np.int32) for name in NUMBERS},
+            **{name: np.frombuffer(getattr(self, name), dtype=np.bool_) for name in FLAGS},
+        }
         self.to_end: list[int] = []
         """Given back; the next batch ends them in the worker."""
         self.free_slots = list(range(max_slots - 1, -1, -1))
         """Those that can be begun; the next to be taken last."""
+
+    def view(self, column: str) -> NDArray[Any]:
+        """A column as an array that shares its memory."""
+        return self._views[column]
 
     @property
     def num_free(self) -> int:
@@ -79,12 +95,12 @@ class SlotTable:
     def take(self, req: Req, page_size: int) -> int:
         """Give a free slot to ``req`` and move its ids into the columns. The caller checks ``num_free``."""
         slot = self.free_slots.pop()
-        n = len(req.ids)
         sampling = req.spec.sampling
         self.reqs[slot] = req
         req.slot = slot
+        n = len(req.ids)
         self.ids[slot, :n] = req.ids
-        req.ids = self.ids[slot, :0]
+        req.ids = array("i")
         self.known[slot] = n
         self.prompt[slot] = req.prompt_len
         self.sent[slot] = req.sent_len
@@ -103,8 +119,8 @@ class SlotTable:
     def give_back(self, req: Req) -> None:
         """Move the ids back into ``req`` and queue the slot to be ended in the worker."""
         slot = req.slot
-        req.ids = self.ids[slot, : self.known[slot]].copy()
-        req.sent_len = int(self.sent[slot])
+        req.ids = array("i", self.ids_up_to(slot, self.known[slot]))
+        req.sent_len = self.sent[slot]
         req.slot = -1
         self.reqs[slot] = None
         self.running[slot] = self.decoding[slot] = self.plain[slot] = self.streaming[slot] = False
@@ -116,20 +132,21 @@ class SlotTable:
         self.free_slots.extend(reversed(ended))
         return ended
 
-    def known_ids(self, req: Req) -> I32:
-        """Every known id of a request, in a slot or not. Borrowed: copy it to keep it."""
-        if req.slot < 0:
-            return req.ids
-        ids: I32 = self.ids[req.slot, : self.known[req.slot]]
-        return ids
-
     def known_len(self, req: Req) -> int:
         """How many ids are known."""
-        return len(req.ids) if req.slot < 0 else int(self.known[req.slot])
+        return len(req.ids) if req.slot < 0 else self.known[req.slot]
+
+    def known_ids(self, req: Req) -> array[int]:
+        """A copy of every known id of a request, in a slot or not."""
+        return req.ids if req.slot < 0 else array("i", self.ids_up_to(req.slot, self.known[req.slot]))
+
+    def ids_up_to(self, slot: int, end: int, begin: int = 0) -> bytes:
+        """Known ids [begin, end) of a slot's request."""
+        return self.ids[slot, begin:end].tobytes()
 
     def sent_len(self, req: Req) -> int:
         """Ids handed to the detokenizer, prompt included."""
-        return req.sent_len if req.slot < 0 else int(self.sent[req.slot])
+        return req.sent_len if req.slot < 0 else self.sent[req.slot]
 
     def set_sent(self, req: Req, n: int) -> None:
         """Move the request's cursor."""
@@ -140,9 +157,22 @@ class SlotTable:
 
     def append(self, req: Req, token: int) -> None:
         """Add one id the slow way. ``req`` has a slot."""
-        self.ids[req.slot, self.known[req.slot]] = token
+        self.id_at[req.slot, self.known[req.slot]] = token
         self.known[req.slot] += 1
 
     def taken(self) -> Iterable[Req]:
         """Requests that have a slot, by slot."""
         return (req for req in self.reqs if req is not None)
+
+    def half_computed(self) -> list[Req]:
+        """Requests that run and have ids that were not sent for computing, by slot."""
+        if self.running == self.decoding:  # nearly always, and found out at once
+            return []
+        reqs = compress(self.reqs, self.running)
+        return [req for req in reqs if req is not None and not self.decoding[req.slot]]
+
+    def decoding_slots(self) -> array[int]:
+        """Slots with ``decoding``, in order."""
+        if self.decoding.count(1) > FEW:
+            return array("i", self.view("decoding").nonzero()[0].astype(np.int32).tobytes())
+        return array("i", compress(range(self.max_slots), self.decoding))

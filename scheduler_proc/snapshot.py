@@ -7,6 +7,7 @@ steps; costs time and bytes in proportion to the tokens that are cached.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -22,17 +23,14 @@ from common.messages import (
 )
 from scheduler_proc.radix import Node, RadixTree
 from scheduler_proc.request import Req, Status
-from scheduler_proc.slots import SlotTable
+from scheduler_proc.slots import FLAGS, NUMBERS, SlotTable
 from scheduler_proc.snapshot_state import FlightState, NodeState, PoolState, ReqState, Snapshot
 from scheduler_proc.state import InFlight, Pool
 
 if TYPE_CHECKING:
     from scheduler_proc.scheduler import Scheduler
 
-COLUMNS = (
-    "known", "computed", "sent", "limit", "prompt", "capacity", "headroom", "rows", "sampling", "stop",
-    "running", "decoding", "plain", "streaming",
-)  # fmt: skip
+COLUMNS = (*NUMBERS, *FLAGS)
 _AS_IS = (
     "attempt", "queued_at", "rank", "slot", "pages", "tree_len", "scheduled_len", "cached_len",
     "sent_len", "finish", "finish_handed", "silent", "in_tool_call", "crashes", "num_preemptions", "pending_key",
@@ -97,7 +95,7 @@ def _req_state(req: Req) -> ReqState:
         seq=req.seq,
         spec=req.spec,
         status=int(req.status),
-        ids=pack_i32(req.ids),
+        ids=req.ids.tobytes(),
         node=-1 if req.node is None else req.node.number,
         prompt_logprobs=None if req.prompt_logprobs is None else pack_f32(req.prompt_logprobs),
         **{name: getattr(req, name) for name in _AS_IS},
@@ -125,12 +123,12 @@ def _pool_state(pool: Pool) -> PoolState:
         tick=pool.tree.tick,
         next_number=pool.tree.next_number,
         num_evicted_pages=pool.tree.num_evicted_pages,
-        columns={name: getattr(table, name).tobytes() for name in COLUMNS},
-        ids={req.slot: pack_i32(table.known_ids(req)) for req in table.taken()},
+        columns={name: table.view(name).tobytes() for name in COLUMNS} | {"stop": table.stop.tobytes()},
+        ids={req.slot: table.known_ids(req).tobytes() for req in table.taken()},
         free_slots=table.free_slots,
         to_end=table.to_end,
         in_flight=[
-            FlightState(f.step, pack_i32(f.slots), pack_i32(f.chunks), f.sampling.tobytes(), f.copied_pages)
+            FlightState(f.step, f.slots.tobytes(), f.chunks.tobytes(), f.samples, f.copied_pages)
             for f in pool.in_flight
         ],
     )
@@ -192,7 +190,7 @@ def _put_parts(scheduler: Scheduler, snap: Snapshot, reqs: list[Req]) -> None:
 def _put_req(record: ReqState, nodes: dict[int, Node]) -> Req:
     req = Req(record.seq, record.spec, record.queued_at)
     req.status = Status(record.status)
-    req.ids = unpack_i32(record.ids)
+    req.ids = array("i", record.ids)
     req.node = None if record.node < 0 else nodes[record.node]
     req.prompt_logprobs = None if record.prompt_logprobs is None else unpack_f32(record.prompt_logprobs).copy()
     for name in _AS_IS:
@@ -214,11 +212,12 @@ def _put_tree(tree: RadixTree, snap: PoolState) -> dict[int, Node]:
 def _put_pool(pool: Pool, snap: PoolState, reqs: list[Req]) -> None:
     pool.allocator.restore(unpack_i32(snap.free_pages), unpack_i32(snap.refs))
     table: SlotTable = pool.table
-    for name, data in snap.columns.items():
-        column = getattr(table, name)
-        column[...] = np.frombuffer(data, dtype=column.dtype).reshape(column.shape)
+    for name in COLUMNS:
+        column = table.view(name)
+        column[:] = np.frombuffer(snap.columns[name], dtype=column.dtype)
     for slot, ids in snap.ids.items():
         table.ids[slot, : len(ids) // 4] = unpack_i32(ids)
+    table.stop[:] = unpack_i32(snap.columns["stop"]).reshape(table.stop.shape)
     for req in reqs:
         if req.slot >= 0:
             if table.reqs[req.slot] is not None:
@@ -227,13 +226,7 @@ def _put_pool(pool: Pool, snap: PoolState, reqs: list[Req]) -> None:
     table.free_slots[:] = snap.free_slots
     table.to_end[:] = snap.to_end
     pool.in_flight = deque(
-        InFlight(
-            f.step,
-            unpack_i32(f.slots),
-            unpack_i32(f.chunks),
-            np.frombuffer(f.sampling, dtype=np.bool_),
-            f.copied_pages,
-        )
+        InFlight(f.step, array("i", f.slots), chunks, f.sampling, chunks.count(0), sum(chunks), f.copied_pages)
         for f in snap.in_flight
+        for chunks in [array("i", f.chunks)]
     )
-

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from common.config import ServerConfig
 from common.errors import InvariantError
@@ -23,19 +22,20 @@ from scheduler_proc.radix import RadixTree
 from scheduler_proc.request import GroupKey, Req
 from scheduler_proc.slots import SlotTable
 
-I32 = NDArray[np.int32]
 
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A batch the worker has not answered yet. Arrays are [R], the batch's rows."""
+class InFlight(NamedTuple):
+    """A batch the worker has not answered yet. Columns are [R], the batch's rows; nobody changes them."""
 
     step: int
-    slots: I32
-    chunks: I32
+    slots: array[int]
+    chunks: array[int]
     """Prefill tokens of each row; 0 for a decoding row."""
-    sampling: NDArray[np.bool_]
+    samples: bytes
     """Rows that sample if all goes as foreseen."""
+    num_decode: int
+    """Rows that decode: the first so many."""
+    num_prefill_tokens: int
+    """Of all rows."""
     copied_pages: tuple[int, ...]
     """Sources of the batch's page copies, held until it returns."""
 

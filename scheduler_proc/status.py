@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import msgspec
@@ -127,10 +128,11 @@ def check_invariants(state: State, live: list[Req] | None = None) -> None:
 
 def _check_requests(state: State, pool: Pool) -> None:
     table = pool.table
-    rows = np.zeros(table.max_slots, dtype=np.int32)
+    rows = array("i", bytes(4 * table.max_slots))
     for flight in pool.in_flight:
-        rows[flight.slots] += 1
-    if (rows != table.rows).any():
+        for slot in flight.slots:
+            rows[slot] += 1
+    if rows != table.rows:
         raise InvariantError("rows in flight are miscounted")
     for req in table.taken():
         running = req.status is Status.RUNNING

@@ -68,7 +68,7 @@ class Workers:
         state, table = self.state, pool.table
         in_flight: dict[str, Req] = {}
         for flight in pool.in_flight:
-            for slot in flight.slots.tolist():
+            for slot in flight.slots:
                 req = table.reqs[slot]
                 if req is not None:
                     in_flight[req.rid] = req
@@ -89,5 +89,5 @@ class Workers:
             if req.finish is None:
                 position = req.scheduled_len
                 if table.decoding[req.slot] or table.sampling[req.slot]:
-                    position = int(table.known[req.slot]) - 1 + int(table.sampling[req.slot])
+                    position = table.known[req.slot] - 1 + table.sampling[req.slot]
                 state.suspects[req.rid] = max(position, state.suspects.get(req.rid, 0))

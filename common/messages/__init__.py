@@ -42,8 +42,10 @@ from common.messages.base import (
 from common.messages.columns import (
     pack_f32,
     pack_i32,
+    pack_ints,
     unpack_f32,
     unpack_i32,
+    unpack_ints,
 )
 from common.messages.fleet import (
     Control,
@@ -186,6 +188,8 @@ __all__ = [
     "WorkerReady",
     "pack_f32",
     "pack_i32",
+    "pack_ints",
     "unpack_f32",
     "unpack_i32",
+    "unpack_ints",
 ]

@@ -209,9 +209,9 @@ class Driver:
         if pool is None or self.scheduler.state.suspects or not isinstance(last, ForwardBatch):
             return
         table, flight = pool.table, pool.in_flight[-1]
-        resumed = table.known > table.prompt
-        if (table.running & ~table.decoding & resumed).any():
-            assert not (flight.chunks[~resumed[flight.slots]] > 0).any()
+        if any(table.known[req.slot] > req.prompt_len for req in table.half_computed()):
+            for slot, chunk in zip(flight.slots, flight.chunks, strict=True):
+                assert chunk == 0 or table.known[slot] > table.prompt[slot]
 
     def work(self) -> None:
         if self.to_worker:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 
-import numpy as np
 import pytest
 
 from common.messages import StepResult
@@ -22,7 +22,8 @@ def cost() -> StepCost:
 
 def flight(*chunks: int) -> InFlight:
     rows = len(chunks)
-    return InFlight(1, np.arange(rows, dtype=np.int32), np.array(chunks, np.int32), np.ones(rows, np.bool_), ())
+    num_decode, num_prefill = chunks.count(0), sum(chunks)
+    return InFlight(1, array("i", range(rows)), array("i", chunks), b"\1" * rows, num_decode, num_prefill, ())
 
 
 def test_a_step_is_expected_to_take_what_its_rows_and_the_sure_share_of_its_chunk_take() -> None:
