@@ -11,6 +11,12 @@ from bench import servers
 from bench.gpu_gaps import gap_line
 from bench.gpu_shapes import Load, prompts
 
+PROFILED: dict[str, dict[str, Any]] = {
+    "quintet, profiled": {},
+    "quintet, profiled, with penalties and log-probabilities": {"frequency_penalty": 0.5, "logprobs": 1},
+}
+"""The first is drawn as soon as its forward pass is launched; the other when the ids before are known."""
+
 
 def serve_table(folder: Path, shape: dict[str, Any], load: Load, device: str, log: Path) -> list[dict[str, Any]]:
     """Requests per second of the server, without and with a shared prefix; then the gap between its steps."""
@@ -26,18 +32,22 @@ def serve_table(folder: Path, shape: dict[str, Any], load: Load, device: str, lo
             took, tokens = asyncio.run(send_all(running.url, ids, load))
             out.append(line("quintet", shared, len(ids), took, tokens))
         ids = prompts(load, shape["vocab_size"], False)[: load.concurrency]
-        out.append({"server": "quintet, profiled", **asyncio.run(gaps(running.url, ids, load, folder / "profile"))})
+        for name, wants in PROFILED.items():
+            out.append({"server": name, **asyncio.run(gaps(running.url, ids, load, folder / "profile", wants))})
     return out
 
 
-async def gaps(url: str, ids: list[list[int]], load: Load, traces: Path) -> dict[str, Any]:
-    """How long the device waits between steps while it answers ``ids``, from a profile of the worker."""
+async def gaps(url: str, ids: list[list[int]], load: Load, traces: Path, wants: dict[str, Any]) -> dict[str, Any]:
+    """How long the device waits between steps while it answers ``ids``, from a profile of the worker.
+
+    ``wants``: more that each request asks for.
+    """
     import aiohttp
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300), raise_for_status=True) as session:
         async with session.post(url + "/start_profile", json={"output_dir": str(traces)}):
             pass
-        await send_all(url, ids, load)
+        await send_all(url, ids, load, wants)
         async with session.post(url + "/stop_profile") as response:
             trace = Path((await response.json())["message"])
     return gap_line(trace)
@@ -57,7 +67,9 @@ async def flush(url: str) -> None:
         response.raise_for_status()
 
 
-async def send_all(url: str, ids: list[list[int]], load: Load) -> tuple[float, int]:
+async def send_all(
+    url: str, ids: list[list[int]], load: Load, wants: dict[str, Any] | None = None
+) -> tuple[float, int]:
     """(seconds, output tokens) of all prompts, ``load.concurrency`` at a time. Raises if any fails."""
     import aiohttp
 
@@ -66,7 +78,7 @@ async def send_all(url: str, ids: list[list[int]], load: Load) -> tuple[float, i
     async def send(session: Any, prompt: list[int]) -> None:
         nonlocal tokens
         body = {"model": "default", "prompt": prompt, "max_tokens": load.new_tokens, "ignore_eos": True,
-                "temperature": 0.0}  # fmt: skip
+                "temperature": 0.0, **(wants or {})}  # fmt: skip
         async with gate, session.post(url + "/v1/completions", json=body) as response:
             answer = await response.json()
             if response.status != 200:
