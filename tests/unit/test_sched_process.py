@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from common.channels import Channels
+from common.channels import Channels, Waiter
 from common.config import SchedulerConfig, ServerConfig
 from common.messages import Control, ControlReply, EngineStatus, GatewayAddress, GatewayLease, TokenBatch
 from common.process import ProcessContext
@@ -98,3 +98,17 @@ def test_it_tells_the_supervisor_when_it_is_ready(others: Others) -> None:
     beat = next(beat for name, beat in others.heard if name == "supervisor" and beat.ready)
     assert (beat.role, beat.info["max_total_tokens"]) == ("scheduler", 256)
     assert beat.info["worker_crashes_forgiven"] == 0
+
+
+def test_it_sleeps_until_a_batch_is_due_and_no_shorter(tmp_path: Path) -> None:
+    channels = Channels(tmp_path)
+    inboxes = [channels.receiver("scheduler-work"), channels.receiver("scheduler")]
+    waiter = Waiter(inboxes)
+    for timeout_s in (0.0, 0.0004, 0.0027):  # whole milliseconds would be 0, 0 and 2
+        began = time.monotonic()
+        assert waiter.wait(timeout_s) == []
+        assert time.monotonic() - began >= timeout_s
+    channels.sender("scheduler").send(GatewayLease(gateway="gateway-0", address="ipc://nowhere", generation=0))
+    assert waiter.wait(10.0) == inboxes[1:]
+    assert len(inboxes[1].receive()) == 1
+    channels.close()
