@@ -56,6 +56,10 @@ class Pacing:
             self.began = now
         if self.holding:
             self.held_step, self.holding = step, False
+        elif num_in_flight > 1 and self.began - self.arrived <= QUIET_S:
+            # Newcomers are about and yet nothing was held: the lead has grown as long as the steps are. Only
+            # batches that were held teach it otherwise, so it has to shrink by itself.
+            self.lead_s = max(self.lead_s * _LOWER, MIN_LEAD_S)
 
     def returned(self, result: StepResult, now: float) -> None:
         """A result came: the next batch in flight begins. Learn from one that had been held."""

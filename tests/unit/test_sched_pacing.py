@@ -48,6 +48,7 @@ def test_the_second_batch_is_due_shortly_before_the_first_one_ends() -> None:
 def test_it_begins_when_the_one_before_it_returns() -> None:
     pacing = Pacing(arrived=9.9)
     pacing.sent(1, 1, now=10.0)
+    pacing.holding = True
     pacing.sent(2, 2, now=10.017)
     assert pacing.began == 10.0
     pacing.returned(StepResult(epoch=1, step=1), now=10.021)
@@ -79,6 +80,19 @@ def test_a_worker_that_waited_raises_the_lead_and_one_that_did_not_lowers_it() -
     for step in range(1000, 1100):
         held(pacing, step, idle_s=1.0)
     assert pacing.lead_s == MAX_LEAD_S
+
+
+def test_a_lead_longer_than_the_steps_shrinks_until_batches_are_held_again() -> None:
+    pacing = Pacing(lead_s=MAX_LEAD_S, began=10.0, arrived=9.9)
+    steps = 0
+    while pacing.send_at(deque([flight(0)]), cost()) <= 10.0:
+        steps += 1
+        assert steps < 100
+        pacing.sent(steps, 2, now=10.0)
+    assert MIN_LEAD_S < pacing.lead_s < DECODE_S
+    quiet = Pacing(lead_s=MAX_LEAD_S, began=10.0, arrived=10.0 - 2 * QUIET_S)
+    quiet.sent(1, 2, now=10.0)
+    assert quiet.lead_s == MAX_LEAD_S
 
 
 def test_idling_before_a_batch_that_was_not_held_teaches_nothing() -> None:
