@@ -96,7 +96,7 @@ class RankStep(Message, frozen=True, kw_only=True):
     copies: bytes = b""
     """int32 [C, 2]: (source page, destination page)."""
     ids: bytes = b""
-    """int32 [T], as all that follow."""
+    """int32 [T], as all that follow. -1: rank 0 has not seen it yet, its device broadcasts it to the others'."""
     positions: bytes = b""
     query_start: bytes = b""
     context_lens: bytes = b""
