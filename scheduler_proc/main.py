@@ -183,8 +183,9 @@ def main(context: ProcessContext) -> None:
         for level, words in out.log:
             log.log(logging.getLevelNamesMapping()[level.upper()], "%s", words)
         progress += 1
-        if now >= beat_at or scheduler.ready != told_ready:
-            beat_at, told_ready = now + BEAT_S, scheduler.ready
+        clock = time.monotonic()  # not ``now``, which stands still while the clock is behind it
+        if clock >= beat_at or scheduler.ready != told_ready:
+            beat_at, told_ready = clock + BEAT_S, scheduler.ready
             context.beat(ready=told_ready, progress=progress, info=_info(scheduler))
         if scheduler.idle and now - last_check > CHECK_S and scheduler.state.step != checked_step:
             last_check, checked_step = now, scheduler.state.step

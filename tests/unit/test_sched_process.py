@@ -14,11 +14,22 @@ import pytest
 
 from common.channels import Channels, Waiter
 from common.config import SchedulerConfig, ServerConfig
-from common.messages import Control, ControlReply, EngineStatus, GatewayAddress, GatewayLease, TokenBatch
+from common.messages import Control, ControlReply, EngineStatus, GatewayAddress, GatewayLease, Heartbeat, TokenBatch
 from common.process import ProcessContext
 from scheduler_proc.fakes import FakeReader, FakeWorker
 from scheduler_proc.main import main
 from tests.unit.sched_support import PAGE, VOCAB, expected, request
+
+
+class SetBack:
+    """The module ``time`` after the system's clock was set back by an hour."""
+
+    monotonic, sleep = time.monotonic, time.sleep
+
+    @staticmethod
+    def time() -> float:
+        return time.time() - 3600.0
+
 
 P6 = [7, 8, 9, 10, 11, 12]
 
@@ -98,6 +109,13 @@ def test_it_tells_the_supervisor_when_it_is_ready(others: Others) -> None:
     beat = next(beat for name, beat in others.heard if name == "supervisor" and beat.ready)
     assert (beat.role, beat.info["max_total_tokens"]) == ("scheduler", 256)
     assert beat.info["worker_crashes_forgiven"] == 0
+
+
+def test_heartbeats_go_on_when_the_clock_is_set_back(others: Others, monkeypatch: pytest.MonkeyPatch) -> None:
+    others.until(lambda: any(name == "supervisor" and beat.ready for name, beat in others.heard))
+    monkeypatch.setattr("scheduler_proc.main.time", SetBack)
+    others.heard.clear()
+    others.until(lambda: others.has("supervisor", Heartbeat), limit_s=5.0)
 
 
 def test_it_sleeps_until_a_batch_is_due_and_no_shorter(tmp_path: Path) -> None:
