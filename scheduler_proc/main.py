@@ -33,6 +33,18 @@ CHECK_S = 10.0
 """The invariant is checked when idle, at most this often, and only if there was work since."""
 
 
+class Clock:
+    """``time.time()``, but as if the system's clock were never set back: that must neither undo what has expired nor
+    stop what is done every so often until the clock has caught up."""
+
+    def __init__(self) -> None:
+        self._offset = float("-inf")
+
+    def __call__(self) -> float:
+        self._offset = max(self._offset, time.time() - time.monotonic())
+        return time.monotonic() + self._offset
+
+
 class Outbox:
     """A channel with the messages it has not taken yet, in order. They are few: see ``full``."""
 
@@ -166,13 +178,14 @@ def main(context: ProcessContext) -> None:
     mail = Mail(context.channels, config.http.tokenizers, config.hosts.engine_listen)
     tune_gc()
     progress = 0
-    last_check, checked_step = time.time(), 0
-    now = beat_at = 0.0
+    clock = Clock()
+    last_check, checked_step = clock(), 0
+    beat_at = 0.0
     told_ready = False
     recorder = None if context.trace is None else StepRecorder(context.trace, scheduler)
     while not context.stopping:
         messages = mail.receive()
-        now = max(now, time.time())  # a clock set back must not undo what has expired
+        now = clock()
         worker_full, detokenizer_full = mail.worker.full, mail.detokenizer.full
         if recorder is not None:
             recorder.before()
@@ -183,14 +196,13 @@ def main(context: ProcessContext) -> None:
         for level, words in out.log:
             log.log(logging.getLevelNamesMapping()[level.upper()], "%s", words)
         progress += 1
-        clock = time.monotonic()  # not ``now``, which stands still while the clock is behind it
-        if clock >= beat_at or scheduler.ready != told_ready:
-            beat_at, told_ready = clock + BEAT_S, scheduler.ready
+        if now >= beat_at or scheduler.ready != told_ready:
+            beat_at, told_ready = now + BEAT_S, scheduler.ready
             context.beat(ready=told_ready, progress=progress, info=_info(scheduler))
         if scheduler.idle and now - last_check > CHECK_S and scheduler.state.step != checked_step:
             last_check, checked_step = now, scheduler.state.step
             _check(scheduler)
-        timeout_s = min(max(out.wake_at - time.time(), 0.0), LONGEST_SLEEP_S)
+        timeout_s = min(max(out.wake_at - clock(), 0.0), LONGEST_SLEEP_S)
         mail.wait(RETRY_S if mail.unsent else timeout_s)
 
 

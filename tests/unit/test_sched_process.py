@@ -111,11 +111,16 @@ def test_it_tells_the_supervisor_when_it_is_ready(others: Others) -> None:
     assert beat.info["worker_crashes_forgiven"] == 0
 
 
-def test_heartbeats_go_on_when_the_clock_is_set_back(others: Others, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_and_statuses_go_on_when_the_clock_is_set_back(
+    others: Others, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = GatewayLease(gateway="gateway-0", address=others.inboxes["gateway-0"].address, generation=0)
+    others.to_scheduler.send(lease)
     others.until(lambda: any(name == "supervisor" and beat.ready for name, beat in others.heard))
     monkeypatch.setattr("scheduler_proc.main.time", SetBack)
-    others.heard.clear()
-    others.until(lambda: others.has("supervisor", Heartbeat), limit_s=5.0)
+    for name, kind in (("supervisor", Heartbeat), ("gateway-0", EngineStatus)):
+        others.heard.clear()
+        others.until(lambda name=name, kind=kind: others.has(name, kind), limit_s=5.0)  # type: ignore[misc]
 
 
 def test_it_sleeps_until_a_batch_is_due_and_no_shorter(tmp_path: Path) -> None:
