@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,6 +102,8 @@ def load_worker(
         if precision.is_for_fast_path:
             dtype = precision.generic
             log.info("loading the weights again in %s, which this CPU calculates faster in than bfloat16", dtype)
+            del model  # the host may have no room for both
+            gc.collect()
             model = load_model(config, hf_config, dtype, device, group, progress)
             reference = reference_logits(model)
     num_packed = pack_linears(model)

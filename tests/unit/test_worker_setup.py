@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +17,12 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from common.config import ServerConfig, WorkerConfig
 from common.errors import ConfigError
+from worker_proc import loading
 from worker_proc.generic.probe import recognise_mask
 from worker_proc.generic.refusals import check_supported
-from worker_proc.loading import choose_context_length
+from worker_proc.loading import LoadedWorker, choose_context_length
 from worker_proc.memory import (
     CPU_DEFAULT_CAP_BYTES,
     PoolRequest,
@@ -102,6 +106,35 @@ def test_auto_is_bf16_where_the_fast_path_widens_it_itself(monkeypatch: pytest.M
     assert choose_precision("float32", cpu, fast_path=True) == Precision(torch.float32, torch.float32)
     monkeypatch.setattr("worker_proc.precision.cpu_has_bf16", lambda: True)
     assert not choose_precision("auto", cpu, fast_path=True).is_for_fast_path
+
+
+class Weights:
+    """Stands for a model that was loaded."""
+
+
+def test_a_model_that_the_fast_path_refuses_is_loaded_again_once_the_first_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded: list[tuple[torch.dtype, weakref.ref[Weights]]] = []
+
+    def load(_config: Any, _hf_config: Any, dtype: torch.dtype, *_: Any) -> Weights:
+        assert all(weights() is None for _, weights in loaded), "two copies of the weights in memory"
+        model = Weights()
+        loaded.append((dtype, weakref.ref(model)))
+        return model
+
+    generic = LoadedWorker(SimpleNamespace(), 7, 128, CPU)  # type: ignore[arg-type]
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", lambda *_, **__: hf.LlamaConfig())
+    monkeypatch.setattr(loading, "load_model", load)
+    monkeypatch.setattr(loading, "reference_logits", lambda _: [])
+    monkeypatch.setattr(loading, "fast_path_may_take", lambda _: True)
+    monkeypatch.setattr(loading, "load_fast", lambda *_: "heads of 12")
+    monkeypatch.setattr(loading, "pack_linears", lambda _: 0)
+    monkeypatch.setattr(loading, "build_generic", lambda *_: (generic, ""))
+    monkeypatch.setattr("worker_proc.precision.cpu_has_bf16", lambda: False)
+    config = ServerConfig(model_dir="anywhere", worker=WorkerConfig(device="cpu"))
+    assert loading.load_worker(config, torch.get_num_threads(), None) is generic
+    assert [dtype for dtype, _ in loaded] == [torch.bfloat16, torch.float32]
 
 
 def test_context_length_is_at_most_the_models() -> None:
