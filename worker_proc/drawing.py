@@ -88,6 +88,8 @@ class Drawing:
                 requests.append(request)
         if requests:
             step.drawn = self._sampler.begin(step.logits, requests)
+        elif step.rows and step.reports is None:
+            step.reports = self._sampler.begin_logprobs(step.logits, [])  # to tell when the forward pass has ended
         for place, row in enumerate(step.drawn_rows):
             row.slot.unseen += 1
             row.slot.drawn_at = place
@@ -189,7 +191,7 @@ class Drawing:
             if row.prompt_rows
             for i, token in enumerate(row.slot.ids.view()[row.start + 1 : row.start + 1 + row.prompt_rows].tolist())
         ]
-        if requests or not any(row.samples for row in step.rows):
+        if requests:
             step.reports = self._sampler.begin_logprobs(step.logits, requests)
 
     @staticmethod

@@ -143,6 +143,16 @@ def test_a_row_whose_grammar_forced_ids_draws_when_they_are_computed() -> None:
     assert [batch.ids.tolist() for batch in ahead.runner.batches] == [[10], [12], [50, 51], [60]]
 
 
+def test_a_step_whose_rows_draw_nothing_after_all_is_waited_for() -> None:
+    ahead = LoopWorker(True)
+    record = begin(0, [10], [0, 1], grammar=grammar("40|12 50 51 60|61"))
+    ahead.handle(step(1, [(0, 1, [])], begins=[record]))
+    ahead.handle(step(2, [(0, 0, [])]))
+    assert ahead.loop._under_way is not None and ahead.loop._under_way.drawn is None
+    assert not ahead.loop._under_way.ready, "its forward pass may still run"
+    assert [ids_of(r) for r in ahead.flush()] == [[[]]]
+
+
 def test_ids_forced_without_a_draw_are_known_at_once() -> None:
     ahead = LoopWorker(True)
     record = begin(0, [10], [0, 1], grammar=grammar("50 51 60|61 70|71"))
