@@ -137,7 +137,7 @@ class SlotTable:
         return len(req.ids) if req.slot < 0 else self.known[req.slot]
 
     def known_ids(self, req: Req) -> array[int]:
-        """A copy of every known id of a request, in a slot or not."""
+        """Every known id of a request, in a slot or not; not to be changed."""
         return req.ids if req.slot < 0 else array("i", self.ids_up_to(req.slot, self.known[req.slot]))
 
     def ids_up_to(self, slot: int, end: int, begin: int = 0) -> bytes:

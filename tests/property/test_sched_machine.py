@@ -32,6 +32,7 @@ from common.messages import (
     ToWorker,
     pack_i32,
 )
+from scheduler_proc import batch, commit, draft, output, slots
 from scheduler_proc.fakes import FakeReader, FakeWorker, WorkerCrash, alone, logprob_of
 from scheduler_proc.scheduler import Scheduler
 
@@ -337,7 +338,17 @@ def disturb(driver: Driver, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_a_storm_of_requests_and_failures_leaves_every_stream_right(seed: int) -> None:
-    rng = random.Random(seed)
+    storm(random.Random(seed))
+
+
+@pytest.mark.parametrize("seed", range(100, 106))
+def test_a_storm_whose_steps_are_array_operations_does_too(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (batch, commit, draft, output, slots):
+        monkeypatch.setattr(module, "FEW", -1)
+    storm(random.Random(seed))
+
+
+def storm(rng: random.Random) -> None:
     driver = Driver(
         rng.choice(["fcfs", "lpm", "priority"]),
         pages=rng.choice([12, 20, 60]),
