@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from worker_proc.generic.quantized import quantization_of
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:
@@ -56,4 +58,5 @@ def fast_path_may_take(hf_config: Any) -> bool:
         from worker_proc.kernels.cpu import arch, isa
     except ImportError:
         return False
-    return arch.is_described(hf_config) and not isinstance(isa.detect(), str)
+    plain = not quantization_of(hf_config)
+    return plain and arch.is_described(hf_config) and not isinstance(isa.detect(), str)

@@ -58,6 +58,15 @@ def test_an_error_of_the_compiler_reaches_who_waits(monkeypatch: pytest.MonkeyPa
         step_function.StepFunction(isa.AVX2).compiled()
 
 
+def test_a_numba_that_is_built_otherwise_is_told_from_a_fault_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(chosen: isa.Isa) -> None:
+        raise AttributeError("no attribute '_reload_init'")
+
+    monkeypatch.setattr(step_function, "make_forward", fails)
+    with pytest.raises(RuntimeError, match=r"cannot compile its kernels: AttributeError.*_reload_init"):
+        step_function.StepFunction(isa.AVX2).compiled()
+
+
 @pytest.mark.skipif(isinstance(isa.detect(), str), reason="no instruction set for the fast path")
 def test_the_thread_tells_that_it_begins_and_ends() -> None:
     chosen = isa.detect()

@@ -31,7 +31,7 @@ from worker_proc.memory import (
     load_state,
     save_state,
 )
-from worker_proc.precision import Precision, choose_precision, cpu_has_bf16
+from worker_proc.precision import Precision, choose_precision, cpu_has_bf16, fast_path_may_take
 from worker_proc.threads import num_threads, set_thread_environment
 
 CPU = torch.device("cpu")
@@ -135,6 +135,16 @@ def test_a_model_that_the_fast_path_refuses_is_loaded_again_once_the_first_is_go
     config = ServerConfig(model_dir="anywhere", worker=WorkerConfig(device="cpu"))
     assert loading.load_worker(config, torch.get_num_threads(), None) is generic
     assert [dtype for dtype, _ in loaded] == [torch.bfloat16, torch.float32]
+
+
+def test_the_fast_path_may_take_described_models_with_plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker_proc.kernels.cpu.isa.detect", lambda: "AVX2")
+    assert not fast_path_may_take(hf.LlamaConfig()), "the reason why there is no instruction set"
+    monkeypatch.setattr("worker_proc.kernels.cpu.isa.detect", object)
+    assert fast_path_may_take(hf.LlamaConfig())
+    assert not fast_path_may_take(hf.GPT2Config())
+    quantized = hf.LlamaConfig(quantization_config={"quant_method": "fp8"})
+    assert not fast_path_may_take(quantized)
 
 
 def test_context_length_is_at_most_the_models() -> None:

@@ -68,10 +68,9 @@ class StepFunction:
     def compiled(self) -> Any:
         """The compiled function; waits for it. Raises RuntimeError when Numba cannot compile it here."""
         self._thread.join()
-        if isinstance(self._error, NumbaError):
-            raise RuntimeError(f"Numba cannot compile its kernels: {self._error}") from self._error
         if self._error is not None:
-            raise self._error
+            words = str(self._error) if isinstance(self._error, NumbaError) else repr(self._error)
+            raise RuntimeError(f"Numba cannot compile its kernels: {words}") from self._error
         return self._main
 
 
