@@ -106,6 +106,8 @@ def test_no_lease_makes_the_scheduler_connect_where_it_should_not(batch: list[An
 class _Inbox:
     def __init__(self) -> None:
         self.arrived: list[Any] = []
+        self.socket = object()
+        """Registered with a poller, never polled."""
 
     def receive(self) -> list[Any]:
         return self.arrived
