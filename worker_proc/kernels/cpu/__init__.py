@@ -12,7 +12,7 @@ Where to begin reading, from the outside in
     attention.py       paged attention; attention_plan.py: its work items
     kernels.py         the micro-kernels of one instruction set (isa.py): tiles.py, epilogue.py, rows.py,
                        written in vector_ir.py's and scalar.py's vocabulary
-    step_function.py   the step compiled in a thread while the rest of a start goes on
+    step_function.py   the step made ready while the rest of a start goes on; compile_beside.py: by another process
     lean_compile.py    inner functions are optimised once, in the step; compile_cache.py: machine code on disk
 
 Bitwise invariance

@@ -105,6 +105,10 @@ class DiskCache:
     def _file(self, sig: Any) -> Path:
         return self._folder / f"{self._name}-{hashlib.sha256(str(sig).encode()).hexdigest()[:16]}.bin"
 
+    def has(self, sig: Any) -> bool:
+        """Something is stored for a signature."""
+        return self._file(sig).exists()
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The compiled function for a signature, or None. A file that cannot be read is a miss."""
         target_context.refresh()
@@ -148,3 +152,13 @@ def attach(dispatcher: Any, name: str, variant: str, progress: Progress | None =
         dispatcher._cache = DiskCache(folder, name)
     elif progress is not None:
         progress(f"compiled kernels are not kept: {folder}")
+
+
+def is_kept(dispatcher: Any) -> bool:
+    """``attach`` found a place for the function's code."""
+    return isinstance(dispatcher._cache, DiskCache)
+
+
+def has(dispatcher: Any, sig: Any) -> bool:
+    """The function's code for a signature is on disk."""
+    return is_kept(dispatcher) and bool(dispatcher._cache.has(sig))

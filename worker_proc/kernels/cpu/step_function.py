@@ -1,8 +1,8 @@
 """The compiled step, made ready beside everything else that a start takes.
 
-The machine code depends on the instruction set alone, not on the model. So it can be loaded, or
-compiled, by a thread while torch is imported and weights are read: LLVM, nearly two thirds of a
-compilation, runs without the interpreter's lock. Nothing here imports torch.
+The machine code depends on the instruction set alone, not on the model. So a thread can load it while torch is
+imported and weights are read; on the first start it has it compiled by a process beside this one
+(``compile_beside.py``). Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from numba import njit, typeof
 from numba.core.errors import NumbaError
 
 from worker_proc.kernels.cpu import compile_cache
+from worker_proc.kernels.cpu.compile_beside import compile_beside
 from worker_proc.kernels.cpu.forward import make_forward
 from worker_proc.kernels.cpu.isa import Isa, detect
 from worker_proc.kernels.cpu.layout import LAYER, MODEL, OWN, STEP
@@ -34,6 +35,20 @@ def _signature() -> tuple[Any, ...]:
     """Numba's types of ``team_main``'s arguments: the same for every model."""
     records = [typeof(np.zeros(1, dtype)) for dtype in (MODEL, LAYER, STEP, OWN)]
     return (*[typeof(0)] * 4, *records, typeof(True))
+
+
+def _uncompiled(isa: Isa, progress: Progress) -> Any:
+    main = njit(nogil=True, error_model="numpy")(make_forward(isa))
+    compile_cache.attach(main, "step", isa.name, progress)
+    return main
+
+
+def compile_step(name: str) -> None:
+    """Compile the step of an instruction set into the disk cache. Raises ValueError where this machine lacks it."""
+    isa = detect((name,))
+    if isinstance(isa, str):
+        raise ValueError(isa)
+    _uncompiled(isa, silent).compile(_signature())
 
 
 class StepFunction:
@@ -54,15 +69,18 @@ class StepFunction:
         started = time.monotonic()
         what = f"cpu-fast: {self.isa.name} kernels"
         try:
-            main = njit(nogil=True, error_model="numpy")(make_forward(self.isa))
-            compile_cache.attach(main, "step", self.isa.name, self._progress)
-            self._progress(f"{what}: loading, or compiling on the first start on this machine (about 15 s)")
-            main.compile(_signature())
+            main, signature = _uncompiled(self.isa, self._progress), _signature()
+            is_new = not compile_cache.has(main, signature)
+            if is_new:
+                self._progress(f"{what}: compiling, once on this machine (about 15 s)")
+                if compile_cache.is_kept(main):
+                    compile_beside(self.isa.name)  # where that fails, the next line compiles
+            main.compile(signature)
         except Exception as error:  # handed to the thread that waits in compiled()
             self._error = error
             return
         self._main = main
-        how = "loaded" if sum(main.stats.cache_hits.values()) else "compiled"
+        how = "compiled" if is_new else "loaded"
         self._progress(f"{what}: {how} in {time.monotonic() - started:.1f} s")
 
     def compiled(self) -> Any:
