@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -16,9 +17,13 @@ from tests.integration.server import ROOT, eventually
 
 
 def free_ports(count: int) -> int:
-    """The first of ``count`` ports in a row that nobody listens on."""
+    """The first of ``count`` ports in a row that nobody listens on.
+
+    From below those that the kernel gives to whoever asks for any port (32768 on): the engine leaves them free for
+    a moment when it is started again.
+    """
     for _ in range(50):
-        first = claim_port("127.0.0.1", 0)
+        first = random.SystemRandom().randrange(20000, 32768 - count)
         try:
             for port in range(first, first + count):
                 claim_port("127.0.0.1", port)
