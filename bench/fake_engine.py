@@ -205,8 +205,10 @@ class FakeEngine:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Generate):
+            # Chosen first: who sees the request in ``generates`` may set another script.
+            script = self.script(message)
             self.generates.append(message)
-            self._admit(message)
+            self._admit(message, script)
         elif isinstance(message, Abort):
             self.aborts.append(message)
             if not self.ignore_aborts:
@@ -231,8 +233,7 @@ class FakeEngine:
                 message.gateway, ControlReply(request_id=message.request_id, status=reply.status, body=reply.body)
             )
 
-    def _admit(self, generate: Generate) -> None:
-        script = self.script(generate)
+    def _admit(self, generate: Generate, script: Script) -> None:
         if script.rejected is not None:
             self._to(generate.gateway, Rejected(rid=generate.rid, attempt=generate.attempt, error=script.rejected))
         elif script.refused is not None:

@@ -46,6 +46,11 @@ class Live:
         """The gateway's open requests."""
         return self.gateway.gateway.engine.open
 
+    @property
+    def arrived(self) -> bool:
+        """Requests are open and the engine has each of them: what it does with them is decided."""
+        return bool(self.open) and set(self.open) <= {generate.rid for generate in self.engine.generates}
+
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         """POST JSON."""
         return self.client.post(path, json=body, **kwargs)
@@ -95,9 +100,9 @@ class Stream:
         self.response: Any = None
         body = {"messages": CHAT, "stream": True, "stream_options": {"include_usage": True}, **fields}
         self._thread = threading.Thread(target=self._run, args=(body,), daemon=True)
-        seen = len(live.engine.generates)
+        all_of_it = len(live.engine.generates) + int(fields.get("n", 1))
         self._thread.start()
-        eventually(lambda: len(live.engine.generates) > seen, "the request arrives")
+        eventually(lambda: len(live.engine.generates) >= all_of_it, "the request arrives")
 
     def _run(self, body: dict[str, Any]) -> None:
         self.response = self._live.post("/v1/chat/completions", body)

@@ -41,7 +41,7 @@ def test_a_client_that_leaves_is_aborted(live: Live, body: dict[str, Any]) -> No
 def test_a_client_that_leaves_before_acceptance_is_aborted(live: Live, body: dict[str, Any]) -> None:
     with live.script(lambda _: Script(silent=True)):
         connection = live.raw(body)
-        eventually(lambda: bool(live.open), "it waits")
+        eventually(lambda: live.arrived, "it is with the engine")
         connection.close()
         eventually(lambda: not live.open, "the ending")
 
@@ -78,7 +78,7 @@ def test_a_reader_that_stops_is_cut_off_and_delays_nobody(live: Live) -> None:
         body = json.dumps(STREAM).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
-        eventually(lambda: bool(live.open))
+        eventually(lambda: live.arrived, "it is with the engine")
     with live.script(lambda _: Script()):
         while live.gateway.gateway.engine.metrics.num_cut_off == cut:
             assert live.chat().json()["choices"][0]["message"]["content"] == "Hello world"
@@ -128,7 +128,7 @@ def test_drain_finishes_what_runs_and_refuses_the_rest() -> None:
         body = {"messages": CHAT, "stream": True}
         reader = threading.Thread(target=lambda: found.append(pair.post("/v1/chat/completions", body).text))
         reader.start()
-        eventually(lambda: bool(pair.open))
+        eventually(lambda: pair.arrived, "it is with the engine")
         pair.engine.step()
         pair.gateway.stop()
         eventually(lambda: pair.client.get("/health").status_code == 503, "it drains")
@@ -146,7 +146,7 @@ def test_drain_ends_when_its_time_is_over() -> None:
     config = ServerConfig(http=HttpConfig(port=0), runtime=RuntimeConfig(drain_seconds=0.2))
     with live_gateway(lambda _: Script(endless=True), config=config) as pair:
         connection = pair.raw(STREAM)
-        eventually(lambda: bool(pair.open))
+        eventually(lambda: pair.arrived, "it is with the engine")
         started = time.monotonic()
         pair.gateway.stop()
         pair.gateway.join()

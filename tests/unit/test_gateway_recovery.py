@@ -226,7 +226,7 @@ def test_streams_that_pause_are_submitted_again_before_requests_that_never_began
 def test_an_aborted_request_is_not_resubmitted(live: Live) -> None:
     live.engine.ignore_aborts = True
     connection = live.raw({"messages": CHAT, "stream": True})
-    eventually(lambda: bool(live.open))
+    eventually(lambda: live.arrived, "it is with the engine")
     live.engine.step()
     received(live, 1)
     connection.close()
