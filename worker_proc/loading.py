@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,29 +24,20 @@ from worker_proc.generic.refusals import check_supported
 from worker_proc.generic.runner import GenericRunner
 from worker_proc.generic.selfcheck import FP8_TOLERANCE, compare, reference_logits
 from worker_proc.generic.warmup import CudaMemory, room_for_pool
-from worker_proc.memory import PoolRequest, WorkerState, choose_num_pages, free_host_bytes
+from worker_proc.lean_imports import with_compiler
+from worker_proc.loaded import LoadedWorker, allocate_and_check, choose_context_length, pages_of_pool
+from worker_proc.memory import WorkerState, free_host_bytes
 from worker_proc.parallel.graphs import AgreedCapture
 from worker_proc.parallel.group import Membership, RankGroup
 from worker_proc.parallel.weights import load_shard
 from worker_proc.precision import choose_precision, fast_path_may_take
+from worker_proc.recorded.start import keep_record
 from worker_proc.runner import ModelRunner
 
 if TYPE_CHECKING:
     from worker_proc.kernels.cpu.step_function import StepFunction
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedWorker:
-    """A runner with its pool, and what others are told about it."""
-
-    runner: ModelRunner
-    num_pages: int
-    context_length: int
-    device: torch.device
-    group: RankGroup | None = None
-    """The other ranks, with --tp-size above 1."""
 
 
 def load_worker(
@@ -70,6 +60,8 @@ def load_worker(
         torch.cuda.set_device(device)  # Triton launches on the current one
     torch.set_num_threads(threads)
     hf_config = AutoConfig.from_pretrained(config.model_dir, trust_remote_code=config.model.trust_remote_code)
+    if device.type != "cpu" or quantization_of(hf_config):
+        with_compiler()  # kernels of others, which may want it
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     if model_class is not None:
         text_config = hf_config.get_text_config()
@@ -80,7 +72,8 @@ def load_worker(
             f"{config.model_dir}: model type {hf_config.model_type!r} is not a causal language model of transformers; "
             "--trust-remote-code lets code that comes with a model run"
         )
-    context_length = choose_context_length(config.model.context_length, hf_config)
+    positions = int(getattr(hf_config.get_text_config(), "max_position_embeddings", 0) or 0)
+    context_length = choose_context_length(config.model.context_length, positions)
     wanted = config.worker.worker_path if state is None else _path_of(state.path)
     if member is not None:
         wanted = path_of_ranks(wanted, member.size)
@@ -95,6 +88,7 @@ def load_worker(
     if wanted == "cpu-fast" or (tries_fast and dtype == torch.bfloat16):
         found = load_fast(model, reference, config, context_length, threads, state, progress, step)
         if isinstance(found, LoadedWorker):
+            keep_record(config, model, reference, positions)
             return found
         if wanted == "cpu-fast":
             raise ConfigError(f"--worker-path cpu-fast cannot run this model: {found}; --worker-path generic can")
@@ -132,14 +126,9 @@ def load_fast(
     fast = try_cpu_fast(model, page_size, threads, progress, step)
     if isinstance(fast, str):
         return fast
-    device = torch.device("cpu")
-    num_pages = allocate(fast, config, context_length, device, state)
-    result = compare(fast, reference, model.get_input_embeddings().num_embeddings)
-    log.info("start-up check of %s: error %.4f, tolerance %.4f", fast.name, result.error, result.tolerance)
-    if result.ok:
-        return LoadedWorker(fast, num_pages, context_length, device)
-    fast.close()
-    return f"its logits differ from transformers' by {result.error:.3f} (tolerance {result.tolerance:.3f})"
+    return allocate_and_check(
+        fast, config, context_length, state, reference, model.get_input_embeddings().num_embeddings
+    )
 
 
 def build_generic(
@@ -162,7 +151,7 @@ def build_generic(
     log.info("start-up check of %s: error %.5f, tolerance %.4f", runner.name, result.error, result.tolerance)
     ok = result.ok if group is None else bool(group.least(int(result.ok)))  # every rank goes the same way
     if ok:
-        return LoadedWorker(runner, num_pages, context_length, runner.device, group), ""
+        return LoadedWorker(runner, num_pages, context_length, str(runner.device), group), ""
     runner.close()
     return None, (
         f"its logits over pages differ from transformers' own by {result.error:.3f} (tolerance "
@@ -234,16 +223,6 @@ def choose_device(wanted: str, member: Membership | None = None) -> torch.device
     return torch.device("cpu")
 
 
-def choose_context_length(wanted: int, hf_config: Any) -> int:
-    """--context-length, at most what the model was made for."""
-    limit = int(getattr(hf_config.get_text_config(), "max_position_embeddings", 0) or 0)
-    if wanted and limit and wanted > limit:
-        raise ConfigError(f"--context-length {wanted} is more than the {limit} positions of the model")
-    if not wanted and not limit:
-        raise ConfigError("the model's config does not say how many positions it has: set --context-length")
-    return wanted or limit
-
-
 def load_model(
     config: ServerConfig,
     hf_config: Any,
@@ -298,26 +277,14 @@ def allocate(
     """Choose the number of pages, on every rank the same, and create the pool."""
     if group is not None:
         group.wait_for_all()  # the weights of all are loaded, the pool of none exists: now the free memory is measured
-    if state is not None and state.page_size == runner.page_size:
-        num_pages = state.num_pages
+    sharers = 1 if group is None else group.size
+    on_gpu = device.type == "cuda"
+    if state is not None or not on_gpu:
+        free = free_host_bytes() // sharers
     else:
-        sharers = 1 if group is None else group.size
-        if device.type == "cuda":
-            chunk, rows = config.scheduler.chunked_prefill_size, config.scheduler.max_running_requests
-            free = room_for_pool(runner, CudaMemory(device), chunk, context_length, rows)
-        else:
-            free = free_host_bytes() // sharers
-        num_pages = choose_num_pages(
-            PoolRequest(
-                page_size=runner.page_size,
-                bytes_per_page=runner.kv_bytes_per_page(),
-                free_bytes=free,
-                on_gpu=device.type == "cuda",
-                mem_fraction=config.cache.mem_fraction_static,
-                max_total_tokens=config.cache.max_total_tokens,
-                useful_tokens=config.scheduler.max_running_requests * context_length,
-            )
-        )
+        chunk, rows = config.scheduler.chunked_prefill_size, config.scheduler.max_running_requests
+        free = room_for_pool(runner, CudaMemory(device), chunk, context_length, rows)
+    num_pages = pages_of_pool(runner, config, context_length, state, free, on_gpu)
     if group is not None:
         num_pages = group.least(num_pages)
     runner.allocate(num_pages)

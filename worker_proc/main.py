@@ -7,10 +7,12 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.channels import Receiver
+from common.config import ServerConfig
 from common.messages import WorkerReady
 from common.process import ProcessContext
 from worker_proc.grammar_protocol import GrammarBackend
@@ -19,10 +21,8 @@ from worker_proc.memory import WorkerState, load_state, save_state
 from worker_proc.sampling.request import AheadSampler, Sampler
 from worker_proc.threads import num_threads, set_thread_environment
 
-if TYPE_CHECKING:  # torch comes with them, later
-    import torch
-
-    from worker_proc.loading import LoadedWorker
+if TYPE_CHECKING:  # imported later, or not at all
+    from worker_proc.loaded import LoadedWorker
     from worker_proc.parallel.group import Membership
     from worker_proc.parallel.late import SharedLateIds
     from worker_proc.runner import AheadRunner, ModelRunner
@@ -64,10 +64,17 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
         path = "generic"
     step = begin_early(path, config.worker.device, dtype, progress)
     from worker_proc.executor import StepExecutor
-    from worker_proc.loading import load_worker
 
-    imported = time.perf_counter()
-    loaded = load_worker(config, threads, state, progress, step, membership(context))
+    loaded = None
+    if step is not None:
+        from worker_proc.recorded.start import load_recorded
+
+        imported = time.perf_counter()
+        loaded = load_recorded(config, threads, state, progress, step)
+    if loaded is None:
+        load_worker = import_loading(config)
+        imported = time.perf_counter()
+        loaded = load_worker(config, threads, state, progress, step, membership(context))
     runner = loaded.runner
     gc.collect()  # the transformers model, where a fast path has packed its weights
     if state is None:
@@ -95,7 +102,7 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
         model_path=runner.name,
         batch_invariant=runner.batch_invariant,
         dtype=runner.dtype,
-        device=str(loaded.device),
+        device=loaded.device,
         threads=threads,
         kv_bytes_per_token=runner.kv_bytes_per_page() // runner.page_size,
         weight_bytes=runner.weight_bytes(),
@@ -108,6 +115,18 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
         WorkerLoop(context, executor, inbox, outbox, ready, pulse).run()
     finally:
         executor.close()
+
+
+def import_loading(config: ServerConfig) -> Callable[..., LoadedWorker]:
+    """``load_worker``, and with it torch and as little as possible of transformers."""
+    from worker_proc.lean_imports import without_compiler, without_ranks
+
+    if config.worker.tp_size == 1 and not config.model.trust_remote_code:
+        without_ranks()
+        without_compiler()
+    from worker_proc.loading import load_worker
+
+    return load_worker
 
 
 def membership(context: ProcessContext) -> Membership | None:
@@ -141,13 +160,15 @@ def follow(context: ProcessContext, loaded: LoadedWorker, inbox: Receiver[Any], 
 
 def meet(loaded: LoadedWorker) -> SharedLateIds | None:
     """Wait until every rank is here; how ids go from rank 0's device to the others'."""
+    import torch
+
     from worker_proc.device_io import make_io
     from worker_proc.parallel.late import SharedLateIds
 
     if loaded.group is None:
         return None
     loaded.group.wait_for_all()
-    return SharedLateIds(loaded.group, make_io(loaded.device))
+    return SharedLateIds(loaded.group, make_io(torch.device(loaded.device)))
 
 
 def describe(ready: WorkerReady, model: str, num_ranks: int = 1) -> dict[str, str]:
@@ -167,9 +188,9 @@ def describe(ready: WorkerReady, model: str, num_ranks: int = 1) -> dict[str, st
     }
 
 
-def make_sampler(device: torch.device, threads: int, vocab_size: int) -> Sampler:
+def make_sampler(device: str, threads: int, vocab_size: int) -> Sampler:
     """The sampler for where the logits are."""
-    if device.type != "cpu":
+    if device != "cpu":
         return make_gpu_sampler(device)
     from worker_proc.sampling.cpu import CpuSampler
 
@@ -178,7 +199,7 @@ def make_sampler(device: torch.device, threads: int, vocab_size: int) -> Sampler
     return sampler
 
 
-def make_gpu_sampler(device: torch.device) -> Sampler:
+def make_gpu_sampler(device: str) -> Sampler:
     """Our Triton kernels, or torch's own operations where Triton is not installed."""
     try:
         from worker_proc.sampling.gpu import GpuSampler
@@ -187,9 +208,11 @@ def make_gpu_sampler(device: torch.device) -> Sampler:
 
         log.warning("sampling without Triton's kernels: %s", error)
         return TorchSampler()
+    import torch
+
     from worker_proc.device_io import make_io
 
-    return GpuSampler(make_io(device))
+    return GpuSampler(make_io(torch.device(device)))
 
 
 def both_ahead(runner: Any, sampler: Any) -> tuple[AheadRunner, AheadSampler] | None:

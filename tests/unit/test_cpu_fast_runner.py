@@ -196,8 +196,8 @@ def test_says_which_model_types_dtypes_and_pages_are_covered() -> None:
     other = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     assert "'gpt2' is not described" in str(CpuFastRunner.try_build(other, 16, 1))
     assert "needs bfloat16" in str(CpuFastRunner.try_build(tiny_model("llama").float(), 16, 1))
-    assert "page size 24" in str(CpuFastRunner.try_build(other, 24, 1))
-    assert "instruction set" in str(CpuFastRunner.try_build(other, 16, 1, instruction_sets=("none",)))
+    assert "page size 24" in str(CpuFastRunner.try_build(tiny_model("llama"), 24, 1))
+    assert "instruction set" in str(CpuFastRunner.try_build(tiny_model("llama"), 16, 1, instruction_sets=("none",)))
 
 
 def test_a_model_with_an_unexpected_part_is_refused() -> None:

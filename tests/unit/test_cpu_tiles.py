@@ -13,7 +13,7 @@ import pytest
 import torch
 from numba import njit, types
 
-from worker_proc.kernels.cpu import isa, kernels, packing, tiles
+from worker_proc.kernels.cpu import isa, kernels, packing, read_model, tiles
 from worker_proc.kernels.cpu.vector_ir import I64, VOID
 
 RUNNABLE = [one for one in isa.ALL if one.dot != "amx" and not isinstance(isa.detect((one.name,)), str)]
@@ -31,7 +31,7 @@ def test_a_row_has_the_same_sums_in_a_tile_of_any_height(chosen: isa.Isa) -> Non
     rng = np.random.default_rng(1)
     x = torch.from_numpy(rng.standard_normal((13, inner)).astype(np.float32)).to(torch.bfloat16)
     w = torch.from_numpy(rng.standard_normal((32, inner)).astype(np.float32)).to(torch.bfloat16)
-    packed = packing.pack_panels(w)
+    packed = packing.pack_panels(read_model.bits(w))
     rows = (x.float() if chosen.activation_bytes == 4 else x).contiguous()
     ldx, address = inner * chosen.activation_bytes, rows.data_ptr()
 

@@ -4,7 +4,7 @@ Rules cannot know what every architecture does. Two short sequences run through 
 and alone, and through the runner packed together, in three steps (two chunks, one decode), over shuffled
 pages. A state that
 is not in the pages, a position that depends on the batch, or a bias that was missed shows as
-different logits.
+different logits. Only transformers' side needs torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from worker_proc.runner import ModelRunner, PackedBatch
@@ -50,6 +49,8 @@ def check_prompts(vocab_size: int) -> list[NDArray[np.int32]]:
 
 def reference_logits(model: Any) -> list[NDArray[np.float32]]:
     """Transformers' own logits [n, vocab] of the check prompts, each alone; resets the model's attention to eager."""
+    import torch
+
     model.set_attn_implementation("eager")
     out = []
     with torch.inference_mode():
@@ -82,7 +83,7 @@ def runner_logits(runner: ModelRunner, num_embeddings: int) -> list[NDArray[np.f
                 logit_rows=np.arange(starts[-1], dtype=np.int32),
             )
         )
-        rows = np.array(logits.cpu() if isinstance(logits, torch.Tensor) else logits)
+        rows = np.array(logits if isinstance(logits, np.ndarray) else logits.cpu())
         for s in range(len(prompts)):
             parts[s].append(rows[starts[s] : starts[s + 1]])
     return [np.concatenate(part) for part in parts]

@@ -3,7 +3,7 @@
 Where to begin reading, from the outside in
 
     fast_runner.py     the runner the worker calls; checks, pool, page copies
-    arch.py            which transformers models are covered, and how their parts are found
+    arch.py            which families are covered; read_model.py: a transformers model by that table
     model_image.py     weights packed, tables, records that the compiled code reads (packing.py, layout.py)
     workspace.py       buffers of a step
     thread_team.py     the threads; team.py: claims, barrier, sleeping

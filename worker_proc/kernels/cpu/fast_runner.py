@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from worker_proc.kernels.cpu import arch
+from worker_proc.kernels.cpu.arch import Decoder
 from worker_proc.kernels.cpu.forward import PHASES
 from worker_proc.kernels.cpu.isa import detect
 from worker_proc.kernels.cpu.layout import BLOCK_TOKENS, SEGMENT_TOKENS
@@ -55,7 +55,27 @@ class CpuFastRunner:
     ) -> CpuFastRunner | str:
         """Pack a transformers causal model (bf16); or the reason why this path does not cover it.
 
-        ``hf_model``'s weights are copied: drop the model afterwards.
+        ``hf_model``'s weights are copied: drop the model afterwards. The rest as in :meth:`from_decoder`.
+        """
+        from worker_proc.kernels.cpu.read_model import describe_or_reason
+
+        decoder = describe_or_reason(hf_model)
+        if isinstance(decoder, str):
+            return decoder
+        return cls.from_decoder(decoder, page_size, num_threads, progress, instruction_sets, step)
+
+    @classmethod
+    def from_decoder(
+        cls,
+        decoder: Decoder,
+        page_size: int,
+        num_threads: int,
+        progress: Progress = silent,
+        instruction_sets: tuple[str, ...] = (),
+        step: StepFunction | None = None,
+    ) -> CpuFastRunner | str:
+        """Pack a model that was read, copying it; or the reason why this machine or page size does not do.
+
         ``instruction_sets`` restricts the choice to these names of ``isa.py``; empty: the fastest.
         ``step``: the step function, compiling since before the weights were loaded.
         """
@@ -66,12 +86,6 @@ class CpuFastRunner:
         isa = step.isa if step is not None else detect(instruction_sets)
         if isinstance(isa, str):
             return isa
-        try:
-            decoder = arch.describe(hf_model)
-        except arch.NotCovered as reason:
-            return str(reason)
-        except (AttributeError, KeyError) as error:
-            return f"the model is not built as its type {hf_model.config.model_type!r} says: {error}"
         step = step or StepFunction(isa, progress)
         progress(f"cpu-fast: packing weights for {isa.name}")
         return cls(ModelImage(decoder, page_size, isa, num_threads), step, page_size, num_threads)

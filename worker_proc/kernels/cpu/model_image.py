@@ -7,10 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from worker_proc.kernels.cpu.arch import Decoder, Layer
+from worker_proc.kernels.cpu.arch import Bf16, Decoder, Layer, Linear
 from worker_proc.kernels.cpu.isa import Isa
 from worker_proc.kernels.cpu.layout import LAYER, MODEL, pad32
 from worker_proc.kernels.cpu.packing import (
@@ -34,16 +33,21 @@ def _positions_table(frequencies: NDArray[np.float32], scaling: float, count: in
     return table
 
 
-def _vector(values: torch.Tensor, size: int) -> NDArray[np.float32]:
+def _vector(values: NDArray[np.float32], size: int) -> NDArray[np.float32]:
     out = np.zeros(size, np.float32)
-    out[: values.numel()] = values.detach().float().numpy()
+    out[: values.size] = values
     return out
+
+
+def _bias(layer: Linear) -> NDArray[np.float32]:
+    """The bias of a layer whose neighbours in one product have theirs."""
+    return np.zeros(layer.weight.shape[0], np.float32) if layer.bias is None else layer.bias
 
 
 def is_tied(decoder: Decoder) -> bool:
     """The head's weight is the embedding."""
     head, embedding = decoder.head.weight, decoder.embedding
-    return head.shape == embedding.shape and head.data_ptr() == embedding.data_ptr()
+    return head.shape == embedding.shape and head.ctypes.data == embedding.ctypes.data
 
 
 class ModelImage:
@@ -91,15 +95,15 @@ class ModelImage:
         self._keep.append(values)
         return int(values.ctypes.data)
 
-    def _weights(self, weight: torch.Tensor, rows: int, columns: int) -> int:
+    def _weights(self, weight: Bf16, rows: int, columns: int) -> int:
         place = self._arena.take(2 * rows * columns)
-        pack_on(self._pool, self._num_threads, padded(weight.detach(), rows, columns), place)
+        pack_on(self._pool, self._num_threads, padded(weight, rows, columns), place)
         return int(place.ctypes.data)
 
-    def _bias(self, bias: torch.Tensor | None, size: int) -> int:
+    def _bias(self, bias: NDArray[np.float32] | None, size: int) -> int:
         return 0 if bias is None else self._hold(_vector(bias, size))
 
-    def _norm(self, weight: torch.Tensor | None, size: int) -> int:
+    def _norm(self, weight: NDArray[np.float32] | None, size: int) -> int:
         return 0 if weight is None else self._hold(_vector(weight, size))
 
     def _fill_layer(self, record: Any, layer: Layer) -> None:
@@ -107,20 +111,20 @@ class ModelImage:
         heads = [(layer.q, d.num_heads), (layer.k, d.num_kv_heads), (layer.v, d.num_kv_heads)]
         columns = (d.num_heads + 2 * d.num_kv_heads) * self.head_pad
         pads = (pad_halves, pad_halves, pad_heads)
-        qkv = torch.cat([pad(m.weight.detach(), n, d.head_dim) for (m, n), pad in zip(heads, pads, strict=True)])
+        qkv = np.concatenate([pad(m.weight, n, d.head_dim) for (m, n), pad in zip(heads, pads, strict=True)])
         record["qkv_w"] = self._weights(qkv, columns, self.hidden_pad)
         if layer.q.bias is not None:
-            biases = [pad(m.bias.detach(), n, d.head_dim) for (m, n), pad in zip(heads, pads, strict=True)]
-            record["qkv_b"] = self._bias(torch.cat(biases), columns)
+            biases = [pad(_bias(m), n, d.head_dim) for (m, n), pad in zip(heads, pads, strict=True)]
+            record["qkv_b"] = self._bias(np.concatenate(biases), columns)
         # Attention's output has padded heads, so its weight has zero columns there.
-        o = pad_head_columns(layer.o.weight.detach(), d.num_heads, d.head_dim)
+        o = pad_head_columns(layer.o.weight, d.num_heads, d.head_dim)
         record["o_w"] = self._weights(o, self.hidden_pad, d.num_heads * self.head_pad)
         record["o_b"] = self._bias(layer.o.bias, self.hidden_pad)
-        gate, up = (padded(m.weight.detach(), self.inner_pad, self.hidden_pad) for m in (layer.gate, layer.up))
+        gate, up = (padded(m.weight, self.inner_pad, self.hidden_pad) for m in (layer.gate, layer.up))
         record["gate_up_w"] = self._weights(interleave_gate_up(gate, up), 2 * self.inner_pad, self.hidden_pad)
         if layer.gate.bias is not None:
-            pair = [torch.from_numpy(_vector(m.bias, self.inner_pad)) for m in (layer.gate, layer.up)]
-            record["gate_up_b"] = self._hold(interleave_gate_up(*pair).numpy())
+            pair = [_vector(_bias(m), self.inner_pad) for m in (layer.gate, layer.up)]
+            record["gate_up_b"] = self._hold(interleave_gate_up(*pair))
         record["down_w"] = self._weights(layer.down.weight, self.hidden_pad, self.inner_pad)
         record["down_b"] = self._bias(layer.down.bias, self.hidden_pad)
         for name in ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm"):
@@ -131,10 +135,10 @@ class ModelImage:
             record[name] = self._norm(halves, self.head_pad)
         record["window"] = layer.window
 
-    def _embedding(self, embedding: torch.Tensor) -> int:
+    def _embedding(self, embedding: Bf16) -> int:
         """A copy in the arena: the model's own may be a file in memory, to be read again at any time."""
-        place = self._arena.take(2 * embedding.numel())
-        place[:] = embedding.contiguous().view(torch.uint8).numpy().reshape(-1)
+        place = self._arena.take(2 * embedding.size)
+        place[:] = np.ascontiguousarray(embedding).view(np.uint8).reshape(-1)
         return int(place.ctypes.data)
 
     def _fill_model(self, decoder: Decoder, page_size: int, isa: Isa) -> None:

@@ -13,10 +13,12 @@ from __future__ import annotations
 import mmap
 from concurrent.futures import Executor
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+
+from worker_proc.kernels.cpu.arch import Bf16
 
 HUGE_PAGE = 1 << 21
 
@@ -40,32 +42,28 @@ def huge_buffer(num_bytes: int, what: str) -> NDArray[np.uint8]:
     return whole[start : start + num_bytes]
 
 
-def padded(weight: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def padded(weight: Bf16, rows: int, columns: int) -> Bf16:
     """The matrix with zeros up to [rows, columns]."""
     if weight.shape == (rows, columns):
         return weight
-    out = weight.new_zeros((rows, columns))
+    out = np.zeros((rows, columns), weight.dtype)
     out[: weight.shape[0], : weight.shape[1]] = weight
     return out
 
 
-def pack_panels(weight: torch.Tensor, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint16]:
+def pack_panels(weight: Bf16, out: NDArray[np.uint8] | None = None) -> Bf16:
     """[N, K] bf16 (N, K multiples of 32) to flat panels, as bf16 bits; in ``out`` (2 N K bytes) if given.
 
-    NumPy moves pairs of inputs as single 32-bit words, six times faster than a permutation of
-    16-bit elements by torch.
+    Pairs of inputs move as single 32-bit words, six times faster than 16-bit elements would.
     """
     n, k = weight.shape
-    dense = weight.contiguous()
-    if dense.storage_offset() % 2:  # a view as words needs an even start
-        dense = dense.clone()
-    pairs = dense.view(torch.int32).numpy().reshape(n // 32, 2, 16, k // 32, 16)
+    pairs = np.ascontiguousarray(weight).view(np.int32).reshape(n // 32, 2, 16, k // 32, 16)
     words = np.empty(n * k // 2, np.int32) if out is None else out.view(np.int32)
     words.reshape(n // 32, k // 32, 2, 16, 16)[...] = pairs.transpose(0, 3, 1, 4, 2)
     return words.view(np.uint16)
 
 
-def pack_on(pool: Executor, num_threads: int, weight: torch.Tensor, out: NDArray[np.uint8]) -> None:
+def pack_on(pool: Executor, num_threads: int, weight: Bf16, out: NDArray[np.uint8]) -> None:
     """:func:`pack_panels` by ``num_threads`` threads of ``pool``, a range of panels each; returns when done."""
     panels, columns = weight.shape[0] // 32, weight.shape[1]
     bounds = [panels * i // num_threads * 32 for i in range(num_threads + 1)]
@@ -74,31 +72,31 @@ def pack_on(pool: Executor, num_threads: int, weight: torch.Tensor, out: NDArray
         job.result()
 
 
-def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def interleave_gate_up(gate: NDArray[Any], up: NDArray[Any]) -> NDArray[Any]:
     """[I, ...] twice to [2I, ...]: 16 gate rows, 16 up rows, and so on, so that a panel has both."""
     size = gate.shape[0]
-    parts = [t.view(size // 16, 16, *t.shape[1:]) for t in (gate, up)]
-    return torch.stack(parts, 1).reshape(2 * size, *gate.shape[1:])
+    parts = [values.reshape(size // 16, 16, *values.shape[1:]) for values in (gate, up)]
+    return np.stack(parts, 1).reshape(2 * size, *gate.shape[1:])
 
 
-def pad_heads(weight: torch.Tensor, num_heads: int, head_dim: int, multiple: int = 32) -> torch.Tensor:
+def pad_heads(weight: NDArray[Any], num_heads: int, head_dim: int, multiple: int = 32) -> NDArray[Any]:
     """[heads * head_dim, ...] with each head padded to a multiple of 32 rows (or another)."""
     head_pad = -(-head_dim // multiple) * multiple
     if head_pad == head_dim:
         return weight
-    out = weight.new_zeros((num_heads, head_pad, *weight.shape[1:]))
-    out[:, :head_dim] = weight.view(num_heads, head_dim, *weight.shape[1:])
-    return out.view(num_heads * head_pad, *weight.shape[1:])
+    out = np.zeros((num_heads, head_pad, *weight.shape[1:]), weight.dtype)
+    out[:, :head_dim] = weight.reshape(num_heads, head_dim, *weight.shape[1:])
+    return out.reshape(num_heads * head_pad, *weight.shape[1:])
 
 
-def pad_head_columns(weight: torch.Tensor, num_heads: int, head_dim: int) -> torch.Tensor:
+def pad_head_columns(weight: NDArray[Any], num_heads: int, head_dim: int) -> NDArray[Any]:
     """[N, heads * head_dim] with each head's columns padded to a multiple of 32."""
     if head_dim % 32 == 0:
         return weight
-    return pad_heads(weight.T.contiguous(), num_heads, head_dim).T
+    return pad_heads(weight.T, num_heads, head_dim).T
 
 
-def pad_halves(weight: torch.Tensor, num_heads: int, head_dim: int) -> torch.Tensor:
+def pad_halves(weight: NDArray[Any], num_heads: int, head_dim: int) -> NDArray[Any]:
     """As :func:`pad_heads`, for queries and keys: each half of a head is padded to a multiple of 16.
 
     The rotary embedding pairs column i with i + head_dim / 2; so both are whole vectors. Queries and
