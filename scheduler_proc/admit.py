@@ -8,6 +8,7 @@ import numpy as np
 
 from common.messages import BeginRequest, Finish, pack_ints
 from scheduler_proc.admission import Admission
+from scheduler_proc.cost import Budget
 from scheduler_proc.draft import Draft
 from scheduler_proc.life import Life
 from scheduler_proc.radix import Match
@@ -123,21 +124,21 @@ class Admitter:
                 state.metrics.queue_time.observe(max(now - req.queued_at, 0.0))
         state.loose[req.rid] = req
 
-    def add_chunk(self, draft: Draft, req: Req, budget: int, stretch: int = 0) -> int:
-        """Schedule up to ``budget`` more ids of a prefilling request, ``stretch`` more if they are its last;
-        returns how many."""
+    def add_chunk(self, draft: Draft, req: Req, budget: Budget) -> None:
+        """Schedule as many more ids of a prefilling request as ``budget`` has for it."""
         table = draft.pool.table
         left = table.known[req.slot] - req.scheduled_len
-        n = left if budget > 0 and left <= budget + stretch else min(left, budget)
+        start = req.scheduled_len
+        n = budget.take(start, left)
         if n <= 0:
-            return 0
+            return
         req.scheduled_len += n
+        draft.prefill_context += n * start + n * (n - 1) // 2
         draft.prefill_slots.append(req.slot)
         draft.prefill_chunks.append(n)
         draft.prefill_samples.append(n == left)
         if n == left:
             table.decoding[req.slot] = True
-        return n
 
     def _outgrew(self, req: Req) -> None:
         """Its ids alone need more pages than there are (it was preempted, or another worker had more)."""

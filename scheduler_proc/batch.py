@@ -14,7 +14,7 @@ from common.messages import Finish, ForwardBatch
 from scheduler_proc import wide
 from scheduler_proc.admission import Admission
 from scheduler_proc.admit import Admitter, Verdict
-from scheduler_proc.cost import choose_chunk
+from scheduler_proc.cost import Budget
 from scheduler_proc.draft import Draft
 from scheduler_proc.life import Life
 from scheduler_proc.policy import Policy
@@ -160,45 +160,41 @@ class Batcher:
         those that never ran, so that a long prompt of theirs holds no stream up."""
         pool = draft.pool
         configured = self.state.config.scheduler.chunked_prefill_size
-        budget, most = choose_chunk(configured, self.state.cost, len(draft.decode_slots), pool.page_size)
-        stretch = most - budget
+        budget = Budget(configured, self.state.cost, len(draft.decode_slots), pool.page_size)
         if not any(pool.table.running):
             self.admission.idle()
         for resumed in (True, False):
-            budget -= self._continue(draft, budget, stretch, resumed=resumed)
+            self._continue(draft, budget, resumed=resumed)
             if self.state.queue.has_resumed or not resumed:
-                budget -= self._admit(draft, now, budget, stretch, resumed=resumed)
+                self._admit(draft, now, budget, resumed=resumed)
 
-    def _continue(self, draft: Draft, budget: int, stretch: int, *, resumed: bool) -> int:
-        """Chunks for those that are half computed and have output, or have none; returns how many ids."""
+    def _continue(self, draft: Draft, budget: Budget, *, resumed: bool) -> None:
+        """Chunks for those that are half computed and have output, or have none."""
         table = draft.pool.table
         reqs = [req for req in table.half_computed() if (table.known[req.slot] > req.prompt_len) == resumed]
-        spent = 0
         for req in sorted(reqs, key=lambda req: req.seq):
-            spent += self.admitter.add_chunk(draft, req, budget - spent, stretch)
-        return spent
+            self.admitter.add_chunk(draft, req, budget)
 
-    def _admit(self, draft: Draft, now: float, budget: int, stretch: int, *, resumed: bool) -> int:
-        """Admit in the policy's order, until one does not fit; ``resumed``: or has no output. Returns how many ids."""
+    def _admit(self, draft: Draft, now: float, budget: Budget, *, resumed: bool) -> None:
+        """Admit in the policy's order, until one does not fit; ``resumed``: or has no output."""
         queue, pool = self.state.queue, draft.pool
-        if draft.preempted or self.stuck is not None or budget <= 0 or not queue:
-            return 0
+        if draft.preempted or self.stuck is not None or budget.spent or not queue:
+            return
         if not self.policy.preempts and not self.admitter.has_slot:
-            return 0
-        spent = num_waits = 0
+            return
+        num_waits = 0
         for req in self.policy.order(queue, pool.tree, now):
             if resumed and not req.has_output:
                 break
             verdict = self.admitter.admit(draft, req, now)
             if verdict is Verdict.ADMITTED:
-                spent += self.admitter.add_chunk(draft, req, budget - spent, stretch)
+                self.admitter.add_chunk(draft, req, budget)
             elif verdict is Verdict.FULL:
                 self.stuck = req
                 break
             num_waits += verdict is Verdict.WAITS
-            if spent >= budget or num_waits > MOST_WAITS:
+            if budget.spent or num_waits > MOST_WAITS:
                 break
-        return spent
 
     def _make_way(self) -> None:
         """Preempt the lowest for the request that was stuck at the head of the queue, if it outranks it.
@@ -230,8 +226,7 @@ class Batcher:
                 self._decode(draft, array("i", [req.slot]))
             else:
                 configured = self.state.config.scheduler.chunked_prefill_size
-                budget, _ = choose_chunk(configured, self.state.cost, 0, pool.page_size)
-                self.admitter.add_chunk(draft, req, budget)
+                self.admitter.add_chunk(draft, req, Budget(configured, self.state.cost, 0, pool.page_size))
             return
 
     def _admit_alone(self, draft: Draft, req: Req, now: float) -> bool:

@@ -80,7 +80,7 @@ class Commit:
         if flight.slots:
             state.metrics.num_steps_total += 1
             state.metrics.step_time.observe(duration_s)
-            state.cost.observe(duration_s, num_prefill, num_decode)
+            state.cost.observe(duration_s, num_prefill, num_decode, flight.mean_context)
         if num_decode:
             self.admission.went_well()
 

@@ -23,6 +23,8 @@ class Draft:
     prefill_slots: list[int] = field(default_factory=list)
     prefill_chunks: list[int] = field(default_factory=list)
     prefill_samples: list[bool] = field(default_factory=list)
+    prefill_context: int = 0
+    """Sum over the prefill tokens of how many positions are before each."""
     begins: list[BeginRequest] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: bool = False
@@ -49,8 +51,8 @@ class Draft:
                 table.rows[slot] += 1
                 table.sampling[slot] += sample
         copied = tuple(src for src, _ in self.copies)
-        num_tokens = self.num_prefill_tokens
-        self.pool.in_flight.append(InFlight(step, slots, chunks, samples, num_decode, num_tokens, copied))
+        num_tokens, context = self.num_prefill_tokens, self.prefill_context
+        self.pool.in_flight.append(InFlight(step, slots, chunks, samples, num_decode, num_tokens, copied, context))
         num_pages, row = array("i", bytes(4 * len(slots))), 0
         for slot, n in self.num_new_pages.items():
             row = slots.index(slot, row)

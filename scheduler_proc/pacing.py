@@ -79,7 +79,7 @@ class Pacing:
 def expected_s(flight: InFlight, cost: StepCost) -> float:
     """Seconds a step is expected to take at least; 0 while nothing like it was measured."""
     num_prefill, num_decode = flight.num_prefill_tokens, flight.num_decode
-    decode_s = cost.decoding(num_decode)
-    if (num_decode and not decode_s) or (num_prefill and not cost.per_prefill_token_s):
+    decode_s, token_s = cost.decoding(num_decode), cost.prefill_token.at(flight.mean_context)
+    if (num_decode and not decode_s) or (num_prefill and not token_s):
         return 0.0
-    return (decode_s if num_decode else 0.0) + SURE_SHARE * num_prefill * cost.per_prefill_token_s
+    return (decode_s if num_decode else 0.0) + SURE_SHARE * num_prefill * token_s

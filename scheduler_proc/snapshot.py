@@ -128,7 +128,7 @@ def _pool_state(pool: Pool) -> PoolState:
         free_slots=table.free_slots,
         to_end=table.to_end,
         in_flight=[
-            FlightState(f.step, f.slots.tobytes(), f.chunks.tobytes(), f.samples, f.copied_pages)
+            FlightState(f.step, f.slots.tobytes(), f.chunks.tobytes(), f.samples, f.copied_pages, f.prefill_context)
             for f in pool.in_flight
         ],
     )
@@ -226,7 +226,10 @@ def _put_pool(pool: Pool, snap: PoolState, reqs: list[Req]) -> None:
     table.free_slots[:] = snap.free_slots
     table.to_end[:] = snap.to_end
     pool.in_flight = deque(
-        InFlight(f.step, array("i", f.slots), chunks, f.sampling, chunks.count(0), sum(chunks), f.copied_pages)
+        InFlight(
+            f.step, array("i", f.slots), chunks, f.sampling, chunks.count(0), sum(chunks), f.copied_pages,
+            f.prefill_context,
+        )  # fmt: skip
         for f in snap.in_flight
         for chunks in [array("i", f.chunks)]
     )

@@ -73,6 +73,7 @@ class FlightState(msgspec.Struct, array_like=True):
     chunks: bytes
     sampling: bytes
     copied_pages: tuple[int, ...]
+    prefill_context: int = 0
 
 
 class PoolState(msgspec.Struct):

@@ -38,6 +38,13 @@ class InFlight(NamedTuple):
     """Of all rows."""
     copied_pages: tuple[int, ...]
     """Sources of the batch's page copies, held until it returns."""
+    prefill_context: int = 0
+    """Sum over the prefill tokens of how many positions are before each: what attention has to do."""
+
+    @property
+    def mean_context(self) -> float:
+        """Positions before a prefill token, in the mean over them."""
+        return self.prefill_context / self.num_prefill_tokens if self.num_prefill_tokens else 0.0
 
 
 class Pool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.messages import unpack_i32
-from scheduler_proc.cost import StepCost
+from scheduler_proc.cost import StepCost, TokenCost
 from tests.unit.sched_support import PAGE, Rig, expected, request, rows
 
 P6 = [7, 8, 9, 10, 11, 12]
@@ -177,7 +177,7 @@ def test_idle_sends_nothing_and_sleeps() -> None:
 def chunks_of(rig: Rig, num_tokens: int) -> list[int]:
     """Prefill chunks of a prompt that arrives while another request decodes."""
     found: list[int] = []
-    rig.scheduler.state.cost = StepCost({1: 0.01}, 0.0002)  # beside one row: 100 tokens, and 133 at the end
+    rig.scheduler.state.cost = StepCost({1: 0.01}, TokenCost(0.0002))  # beside one row: 100 tokens, and 133 at the end
     rig.step(request("b", list(range(100, 100 + num_tokens)), max_tokens=2))
     for _ in range(12):
         for order in rig.turn():
@@ -191,3 +191,21 @@ def test_the_end_of_a_prompt_is_not_left_for_a_step_of_its_own(num_tokens: int, 
     rig.step(request("a", P6, max_tokens=200))
     rig.turn()
     assert chunks_of(rig, num_tokens) == chunks
+
+
+def test_the_deeper_a_prompt_the_smaller_its_chunks() -> None:
+    rig = Rig(pages=256, chunked_prefill_size=0)
+    rig.step(request("a", P6, max_tokens=200))
+    rig.turn()
+    rig.scheduler.state.cost = StepCost({1: 0.01}, TokenCost(0.0002, 0.0002 / 200))
+    rig.step(request("b", list(range(100, 500)), max_tokens=2))
+    chunks, start = [], 0
+    for _ in range(12):
+        for order in rig.turn():
+            [n] = [n for n in unpack_i32(order.num_tokens).tolist() if n] or [0]
+            assert rig.scheduler.state.need_pool().in_flight[-1].prefill_context == sum(range(start, start + n))
+            chunks.append(n)
+            start += n
+    assert start == 400
+    whole = chunks[: chunks.index(0) - 1]
+    assert len(whole) > 3 and whole == sorted(whole, reverse=True) and whole[0] > 1.5 * whole[-1]

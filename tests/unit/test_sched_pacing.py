@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 
 from common.messages import StepResult
-from scheduler_proc.cost import StepCost
+from scheduler_proc.cost import StepCost, TokenCost
 from scheduler_proc.pacing import FIRST_LEAD_S, LATE_S, MAX_LEAD_S, MIN_LEAD_S, QUIET_S, SURE_SHARE, Pacing, expected_s
 from scheduler_proc.state import InFlight
 from tests.unit.sched_support import Rig, request
@@ -17,7 +17,7 @@ DECODE_S, PER_TOKEN_S = 0.020, 0.0002
 
 
 def cost() -> StepCost:
-    return StepCost({1: DECODE_S}, PER_TOKEN_S)
+    return StepCost({1: DECODE_S}, TokenCost(PER_TOKEN_S))
 
 
 def flight(*chunks: int) -> InFlight:
@@ -30,6 +30,13 @@ def test_a_step_is_expected_to_take_what_its_rows_and_the_sure_share_of_its_chun
     assert expected_s(flight(0), cost()) == pytest.approx(DECODE_S)
     assert expected_s(flight(0, 100), cost()) == pytest.approx(DECODE_S + SURE_SHARE * 100 * PER_TOKEN_S)
     assert expected_s(flight(100), cost()) == pytest.approx(SURE_SHARE * 100 * PER_TOKEN_S)
+
+
+def test_a_deep_chunk_is_expected_to_take_longer_than_a_shallow_one() -> None:
+    attention = StepCost({1: DECODE_S}, TokenCost(PER_TOKEN_S, PER_TOKEN_S / 1000))
+    deep = flight(0, 100)._replace(prefill_context=100 * 1000)
+    assert expected_s(deep, attention) == pytest.approx(DECODE_S + SURE_SHARE * 100 * 2 * PER_TOKEN_S)
+    assert expected_s(flight(0, 100), attention) == expected_s(flight(0, 100), cost())
 
 
 def test_nothing_is_foretold_of_steps_never_measured() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from scheduler_proc.cost import StepCost, TokenCost
 from scheduler_proc.scheduler import Scheduler
 from tests.unit.sched_support import Rig, expected, request
 
@@ -43,6 +44,18 @@ def test_a_restored_scheduler_decides_the_same() -> None:
         rig.step()
         assert twin.step(messages, rig.now) == rig.out
     assert twin.snapshot() == rig.scheduler.snapshot()
+
+
+def test_what_is_in_flight_and_what_steps_cost_are_in_the_snapshot() -> None:
+    rig = Rig(chunked_prefill_size=8)
+    rig.scheduler.state.cost = StepCost({1: 0.01}, TokenCost(0.0002, 1e-7))
+    rig.step(request("a", P6))
+    rig.turn(request("b", list(range(30, 60))))
+    rig.turn()
+    state, twin = rig.scheduler.state, Scheduler.restore(rig.config, 0, rig.scheduler.snapshot()).state
+    assert twin.cost == state.cost
+    assert any(flight.prefill_context for flight in state.need_pool().in_flight)
+    assert twin.need_pool().in_flight == state.need_pool().in_flight
 
 
 def test_other_bytes_are_refused() -> None:
