@@ -97,7 +97,7 @@ class ProcessContext:
     ) -> None:
         """Tell the supervisor that the loop turns; cheap, sends at most every ``HEARTBEAT_S``.
 
-        Call it on every turn of the loop. A change of ``ready`` is sent at once.
+        Call it whenever the loop turns (a waiting loop wakes for it). A change of ``ready`` is sent at once.
         """
         if self.trace is not None:
             self.trace.flush_when_due()

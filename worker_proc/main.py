@@ -57,10 +57,11 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
         log.info("%s", words)
 
     # Kernels next: they compile, or come from the disk, while torch is imported and the weights load.
+    from worker_proc.kernels.cpu.arch import is_described
     from worker_proc.kernels.cpu.step_function import begin_early
 
     path, dtype = (state.path, state.dtype) if state else (config.worker.worker_path, config.model.dtype)
-    if config.worker.tp_size > 1:
+    if config.worker.tp_size > 1 or not is_described(model_type(Path(config.model_dir))):
         path = "generic"
     step = begin_early(path, config.worker.device, dtype, progress)
     from worker_proc.executor import StepExecutor
@@ -115,6 +116,14 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
         WorkerLoop(context, executor, inbox, outbox, ready, pulse).run()
     finally:
         executor.close()
+
+
+def model_type(folder: Path) -> str:
+    """What config.json calls the model's kind; empty where that cannot be read (loading will say why)."""
+    try:
+        return str(json.loads((folder / "config.json").read_text()).get("model_type", ""))
+    except (OSError, ValueError, AttributeError):
+        return ""
 
 
 def import_loading(config: ServerConfig) -> Callable[..., LoadedWorker]:

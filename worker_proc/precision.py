@@ -59,4 +59,4 @@ def fast_path_may_take(hf_config: Any) -> bool:
     except ImportError:
         return False
     plain = not quantization_of(hf_config)
-    return plain and arch.is_described(hf_config) and not isinstance(isa.detect(), str)
+    return plain and arch.is_described(hf_config.model_type) and not isinstance(isa.detect(), str)

@@ -23,6 +23,7 @@ from worker_proc import loading
 from worker_proc.generic.probe import recognise_mask
 from worker_proc.generic.refusals import check_supported
 from worker_proc.loaded import LoadedWorker, choose_context_length
+from worker_proc.main import model_type
 from worker_proc.memory import (
     CPU_DEFAULT_CAP_BYTES,
     PoolRequest,
@@ -186,3 +187,13 @@ def test_masks_are_recognised_by_what_they_admit() -> None:
     for strange in (bidirectional_mask_function, lambda b, h, q, k: (k <= q) & (k % 2 == 0)):
         with pytest.raises(ConfigError, match="mask"):
             recognise_mask(strange, None, CPU)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [('{"model_type": "llama"}', "llama"), ("{}", ""), ("[]", ""), ("nonsense", ""), (None, "")],
+)
+def test_a_models_type_is_read_before_anything_is_imported_for_it(tmp_path: Path, text: str | None, kind: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    assert model_type(tmp_path) == kind

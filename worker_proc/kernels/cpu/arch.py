@@ -11,7 +11,6 @@ Nothing here needs torch: a model that was read once is started without it (``st
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,6 +123,6 @@ class NotCovered(Exception):
     """The model does not fit; the message is the reason."""
 
 
-def is_described(config: Any) -> bool:
-    """Whether the table has the model type of a transformers config; its parts may still not fit."""
-    return any(config.model_type in architecture.model_types for architecture in ARCHITECTURES)
+def is_described(model_type: str) -> bool:
+    """Whether the table has a model type, as transformers' config names it; the model's parts may still not fit."""
+    return any(model_type in architecture.model_types for architecture in ARCHITECTURES)
