@@ -49,6 +49,13 @@ def test_panels_hold_pairs_of_inputs_for_sixteen_columns() -> None:
         assert packed[panel, step, block, pair, column, half] == expected
 
 
+def test_column_blocks_apart_hold_the_same_one_after_the_other() -> None:
+    weight = np.random.default_rng(0).integers(0, 1 << 16, (64, 96), np.uint16)
+    alternating = packing.pack_panels(weight).reshape(2, 3, 2, 512)
+    apart = packing.pack_panels(weight, blocks_apart=True).reshape(2, 2, 3, 512)
+    assert np.array_equal(apart, alternating.transpose(0, 2, 1, 3))
+
+
 def test_panels_packed_by_several_threads_and_from_an_odd_start_are_the_same() -> None:
     weight = np.random.default_rng(0).integers(0, 1 << 16, 1 + 5 * 32 * 64, np.uint16)[1:].reshape(5 * 32, 64)
     out = np.zeros(2 * weight.size, np.uint8)

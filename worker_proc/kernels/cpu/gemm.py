@@ -17,8 +17,8 @@ from worker_proc.kernels.cpu.kernels import KernelSet
 from worker_proc.kernels.cpu.team import next_item
 from worker_proc.kernels.cpu.tiles import STEP_BYTES
 
-W_STEP = 2 * STEP_BYTES
-STEP_LINES = W_STEP // 64
+PANEL_STEP_BYTES = 2 * STEP_BYTES
+STEP_LINES = PANEL_STEP_BYTES // 64
 STORE, ADD, SILU, GELU = range(len(MODES))
 ACTIVATION_BYTES = 1 << 20
 """Activations of a row block: half of a 2 MiB second-level cache."""
@@ -36,6 +36,8 @@ def make_linear(kernels: KernelSet) -> Any:
     """
     dot_rows, dot_rows_first = kernels.dot_rows, kernels.dot_rows_first
     gated_out = 16 * kernels.isa.activation_bytes
+    apart = kernels.isa.blocks_apart
+    block_step = STEP_BYTES if apart else PANEL_STEP_BYTES
     store, add, silu, gelu = (kernels.epilogues[name] for name in MODES)
 
     @kernels.jit
@@ -53,16 +55,17 @@ def make_linear(kernels: KernelSet) -> Any:
     def panel(
         mode: int, x: int, ldx: int, rows: int, w: int, bias: int, steps: int, out: int, ldo: int, sums: int
     ) -> None:
-        row, ahead, lines = 0, w + steps * W_STEP, 0
+        row, ahead, lines = 0, w + steps * PANEL_STEP_BYTES, 0
+        second = w + (steps * STEP_BYTES if apart else STEP_BYTES)  # the other column block
         while row < rows:
             left = rows - row
             at = x + row * ldx
             if row == 0:
-                done = dot_rows_first(left, at, ldx, w, w + STEP_BYTES, steps, W_STEP, sums, SCRATCH_ROW_BYTES, 0, 0)
+                done = dot_rows_first(left, at, ldx, w, second, steps, block_step, sums, SCRATCH_ROW_BYTES, 0, 0)
                 if left > done:
                     lines = STEP_LINES // ((left - 1) // done)
             else:
-                done = dot_rows(left, at, ldx, w, w + STEP_BYTES, steps, W_STEP, sums, SCRATCH_ROW_BYTES, ahead, lines)
+                done = dot_rows(left, at, ldx, w, second, steps, block_step, sums, SCRATCH_ROW_BYTES, ahead, lines)
                 ahead += steps * lines * 64
             finish(mode, sums, min(done, left), bias, out + row * ldo, ldo)
             row += done
@@ -83,7 +86,7 @@ def make_linear(kernels: KernelSet) -> Any:
             index = item % num_panels
             panel_bias = bias + index * 128 if bias != 0 else 0
             panel(
-                mode, x + first * ldx, ldx, min(block, num_rows - first), w + index * steps * W_STEP,
+                mode, x + first * ldx, ldx, min(block, num_rows - first), w + index * steps * PANEL_STEP_BYTES,
                 panel_bias, steps, out + first * ldo + index * panel_out, ldo, sums,
             )  # fmt: skip
 

@@ -40,6 +40,9 @@ class Isa:
     most_wide_rows: int = 32
     """Most rows whose tile holds both column blocks at once; a taller one takes first one block, then the other,
     so that its sums and one block's widened weights fit into the registers (``tiles.py``)."""
+    blocks_apart: bool = False
+    """A panel's column blocks lie one after the other, each whole, so that a tile which takes one, then the other,
+    reads memory from front to back; else they alternate (``packing.py``)."""
 
     @property
     def activation_bytes(self) -> int:
@@ -58,8 +61,8 @@ AVX512_BF16 = Isa("avx512_bf16", "vdpbf16ps", (12, 8, 4, 3, 2, 1), True, True)
 AVX512_BF16_FMA = Isa("avx512_bf16_fma", "fma", (12, 8, 4, 3, 2, 1), True, True)
 """bf16 is stored by the machine's instruction and multiplied as float32."""
 AVX512 = Isa("avx512", "fma", (12, 8, 4, 3, 2, 1), False, True)
-AVX2 = Isa("avx2", "fma", (6, 4, 3, 2, 1), False, False, most_wide_rows=2)
-NEON = Isa("neon", "fma", (6, 4, 2, 1), False, False, most_wide_rows=2)
+AVX2 = Isa("avx2", "fma", (6, 4, 3, 2, 1), False, False, most_wide_rows=2, blocks_apart=True)
+NEON = Isa("neon", "fma", (6, 4, 2, 1), False, False, most_wide_rows=2, blocks_apart=True)
 
 ALL = (AMX, AVX512_BF16, AVX512_BF16_FMA, AVX512, AVX2, NEON)
 

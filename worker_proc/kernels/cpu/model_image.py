@@ -64,6 +64,7 @@ class ModelImage:
         self.vocab_pad = pad32(shape.vocab)
         self.page_bytes = 2 * shape.num_kv_heads * page_size * self.head_pad * 2
         """Bytes of a page in one layer: K and V."""
+        self._isa = isa
         self._keep: list[Any] = []
         self._arena = Arena(self._arena_bytes(is_tied(decoder)), "packed weights")
         self.models = np.zeros(1, MODEL)
@@ -76,7 +77,7 @@ class ModelImage:
             for record, layer in zip(self.layers, decoder.layers, strict=True):
                 self._fill_layer(record, layer)
                 record["rope"] = ropes[layer.rope]
-            self._fill_model(decoder, page_size, isa)
+            self._fill_model(decoder, page_size)
 
     @property
     def weight_bytes(self) -> int:
@@ -97,7 +98,9 @@ class ModelImage:
 
     def _weights(self, weight: Bf16, rows: int, columns: int) -> int:
         place = self._arena.take(2 * rows * columns)
-        pack_on(self._pool, self._num_threads, padded(weight, rows, columns), place)
+        pack_on(
+            self._pool, self._num_threads, padded(weight, rows, columns), place, blocks_apart=self._isa.blocks_apart
+        )
         return int(place.ctypes.data)
 
     def _bias(self, bias: NDArray[np.float32] | None, size: int) -> int:
@@ -141,13 +144,13 @@ class ModelImage:
         place[:] = np.ascontiguousarray(embedding).view(np.uint8).reshape(-1)
         return int(place.ctypes.data)
 
-    def _fill_model(self, decoder: Decoder, page_size: int, isa: Isa) -> None:
+    def _fill_model(self, decoder: Decoder, page_size: int) -> None:
         d, m = self.shape, self.models[0]
         for name in ("hidden", "num_heads", "num_kv_heads", "head_dim", "vocab", "embed_scale", "norm_eps"):
             m[name] = getattr(d, name)
         for name in ("hidden_pad", "head_pad", "inner_pad", "vocab_pad", "page_bytes"):
             m[name] = getattr(self, name)
-        m["activation_bytes"] = isa.activation_bytes
+        m["activation_bytes"] = self._isa.activation_bytes
         m["num_layers"], m["page_size"], m["gelu"] = d.num_layers, page_size, int(d.gelu)
         m["post_norms"] = int(d.post_norms)
         m["head_eps"], m["score_scale"] = d.norm_eps, d.score_scale / math.log(2)
@@ -155,6 +158,6 @@ class ModelImage:
         m["final_norm"] = self._norm(decoder.final_norm, self.hidden_pad)
         m["head_w"] = self._weights(decoder.head.weight, self.vocab_pad, self.hidden_pad)
         m["head_b"] = self._bias(decoder.head.bias, self.vocab_pad)
-        if isa.dot == "amx":
+        if self._isa.dot == "amx":
             for name, attention in (("tiles_gemm", False), ("tiles_attention", True)):
                 m[name] = self._hold(np.frombuffer(tile_config(attention), np.uint8))

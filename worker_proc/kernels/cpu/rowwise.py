@@ -29,22 +29,30 @@ def embed_row(table: int, token: int, hidden: int, hidden_pad: int, scale: Any, 
         x[i] = np.float32(0)
 
 
-@jit
-def embed_row_of_head(head: int, token: int, hidden_pad: int, scale: Any, out: int) -> None:
-    """The same from the packed head (``packing.py``), where a row is a column of pairs, a cache line apart.
+def make_embed_row_of_head(kernels: KernelSet) -> Any:
+    """``embed_row_of_head(head, token, hidden_pad, scale, out)``: :func:`embed_row` from the packed head.
 
-    So a token touches hidden / 2 lines instead of hidden / 32: a few microseconds, against memory for a
-    second copy of the embedding.
+    There (``packing.py``) a row is a column of pairs, a cache line apart. So a token touches hidden / 2 lines
+    instead of hidden / 32: a few microseconds, against memory for a second copy of the embedding.
     """
-    panel = head + token // PANEL_COLUMNS * hidden_pad * 2 * PANEL_COLUMNS
-    column = token % PANEL_COLUMNS // 16 * STEP_BYTES + token % 16 * 4
-    x = carray(f32_pointer(out), (hidden_pad // 32, 16, 2))
-    for step in range(hidden_pad // 32):
-        block = panel + step * 2 * STEP_BYTES + column
-        for pair in range(16):
-            both = carray(u16_pointer(block + pair * PAIR_BYTES), (2,))
-            x[step, pair, 0] = bf16_to_f32(both[0]) * scale
-            x[step, pair, 1] = bf16_to_f32(both[1]) * scale
+    apart = kernels.isa.blocks_apart
+    block_step = STEP_BYTES if apart else 2 * STEP_BYTES
+
+    @kernels.jit
+    def embed_row_of_head(head: int, token: int, hidden_pad: int, scale: Any, out: int) -> None:
+        steps = hidden_pad // 32
+        panel = head + token // PANEL_COLUMNS * steps * 2 * STEP_BYTES
+        second = steps * STEP_BYTES if apart else STEP_BYTES
+        column = panel + token % PANEL_COLUMNS // 16 * second + token % 16 * 4
+        x = carray(f32_pointer(out), (steps, 16, 2))
+        for step in range(steps):
+            block = column + step * block_step
+            for pair in range(16):
+                both = carray(u16_pointer(block + pair * PAIR_BYTES), (2,))
+                x[step, pair, 0] = bf16_to_f32(both[0]) * scale
+                x[step, pair, 1] = bf16_to_f32(both[1]) * scale
+
+    return embed_row_of_head
 
 
 def make_norms(kernels: KernelSet) -> tuple[Any, Any]:
@@ -179,6 +187,7 @@ def make_rope(kernels: KernelSet, normed_row: Any) -> Any:
 
 def make_row_phases(kernels: KernelSet, norm_row: Any, normed_row: Any) -> tuple[Any, Any, Any]:
     """(embed, next_norm, final_norm): phases over rows."""
+    embed_row_of_head = make_embed_row_of_head(kernels)
 
     @kernels.jit
     def embed_and_norm(row: int, norm: int, model: Any, step: Any) -> None:
