@@ -29,6 +29,7 @@ import msgspec
 import setproctitle
 
 from common import config as config_file
+from common import cores
 from common.channels import Channels, Sender
 from common.config import ServerConfig
 from common.curve import engine_curve
@@ -244,6 +245,8 @@ def _run(role: str, main: Callable[[ProcessContext], None], argv: list[str] | No
     parser.add_argument("--generation", type=int, default=0)
     args = parser.parse_args(argv)
     die_with_parent()
+    if role != "worker":
+        cores.give_way(cores.usable_cores())
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks for stacks before it kills
     config = config_file.load((args.run_dir / "config.json").read_bytes())

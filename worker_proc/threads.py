@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
-SPARE_CORE_FROM = 8
-"""With so many cores one is left for the other processes. With fewer it would cost the step more than they need."""
+from common.cores import SPARE_CORE_FROM, usable_cores
 
 
 def num_threads(requested: int, tp_size: int = 1) -> int:
@@ -19,8 +17,7 @@ def num_threads(requested: int, tp_size: int = 1) -> int:
     """
     if requested > 0:
         return requested
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return default_threads(cores, cgroup_cores(), tp_size)
+    return default_threads(usable_cores(), cgroup_cores(), tp_size)
 
 
 def default_threads(cores: int, quota_cores: float, tp_size: int = 1) -> int:
