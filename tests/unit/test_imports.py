@@ -24,7 +24,7 @@ ALLOWED = {
 OURS = {*ALLOWED, "tools", "bench"}
 HEAVY = {"torch", "transformers", "triton"}
 COMMON_FILES = {
-    "__init__", "channels", "config", "curve", "errors", "flags", "grammar_compile", "grammar_ebnf", "grammar_lark",
+    "__init__", "channels", "config", "cores", "curve", "errors", "flags", "grammar_compile", "grammar_ebnf", "grammar_lark",
     "grammar_regex", "grammar_schema", "grammar_tags", "grammar_text", "inboxes", "notify", "process",
     "schema_formats", "schema_keywords", "schema_place", "schema_rewrites", "schema_text", "trace", "trace_channels",
 }  # fmt: skip
