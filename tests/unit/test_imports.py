@@ -24,8 +24,8 @@ ALLOWED = {
 OURS = {*ALLOWED, "tools", "bench"}
 HEAVY = {"torch", "transformers", "triton"}
 COMMON_FILES = {
-    "__init__", "channels", "config", "cores", "curve", "errors", "flags", "grammar_compile", "grammar_ebnf", "grammar_lark",
-    "grammar_regex", "grammar_schema", "grammar_tags", "grammar_text", "inboxes", "notify", "process",
+    "__init__", "channels", "config", "cores", "curve", "errors", "flags", "grammar_compile", "grammar_ebnf",
+    "grammar_lark", "grammar_regex", "grammar_schema", "grammar_tags", "grammar_text", "inboxes", "notify", "process",
     "schema_formats", "schema_keywords", "schema_place", "schema_rewrites", "schema_text", "trace", "trace_channels",
 }  # fmt: skip
 """A closed list: what every process shares is a decision, never a drawer."""
