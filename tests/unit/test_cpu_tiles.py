@@ -49,14 +49,14 @@ def test_a_row_has_the_same_sums_in_a_tile_of_any_height(chosen: isa.Isa) -> Non
         assert np.array_equal(sums(0, count).view(np.int32), alone[:count].view(np.int32))
 
 
-def assembly(chosen: isa.Isa, triple: str, cpu: str, features: str, rows: int) -> str:
+def assembly(chosen: isa.Isa, triple: str, cpu: str, features: str, rows: int, one_block: bool = False) -> str:
     """Machine code of a tile for any processor, as text."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     module = ir.Module()
     function = ir.Function(module, ir.FunctionType(VOID, [I64] * 10), "tile")
     builder = ir.IRBuilder(function.append_basic_block())
-    _, emit = tiles.make_vector_dot(chosen, rows, False)._defn(None, *(types.int64,) * 10)
+    _, emit = tiles.make_vector_dot(chosen, rows, False, one_block)._defn(None, *(types.int64,) * 10)
     emit(SimpleNamespace(get_dummy_value=lambda: None), builder, None, function.args)
     builder.ret_void()
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=3)
@@ -87,6 +87,16 @@ def test_neon_tiles_keep_their_sums_in_registers(rows: int) -> None:
     loops = inner_loops(assembly(isa.NEON, "aarch64-unknown-linux-gnu", "neoverse-n1", "", rows), "fmla")
     assert len(loops) == (1 if rows <= isa.NEON.most_wide_rows else 2)
     assert all("[sp" not in loop for loop in loops)
+
+
+@pytest.mark.parametrize("rows", range(3, isa.AVX2.row_tiles[0] + 1))
+def test_tiles_of_one_column_block_keep_their_sums_in_registers(rows: int) -> None:
+    on_intel = assembly(isa.AVX2, "x86_64-unknown-linux-gnu", "haswell", "", rows, one_block=True)
+    on_arm = assembly(isa.NEON, "aarch64-unknown-linux-gnu", "neoverse-n1", "", rows, one_block=True)
+    (loop,) = inner_loops(on_intel, "vfmadd")
+    assert "(%rsp" not in loop
+    (loop,) = inner_loops(on_arm, "fmla")
+    assert "[sp" not in loop
 
 
 @pytest.mark.parametrize("rows", isa.AVX512.row_tiles)

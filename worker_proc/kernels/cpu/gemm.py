@@ -20,6 +20,8 @@ from worker_proc.kernels.cpu.tiles import STEP_BYTES
 PANEL_STEP_BYTES = 2 * STEP_BYTES
 STEP_LINES = PANEL_STEP_BYTES // 64
 STORE, ADD, SILU, GELU = range(len(MODES))
+GROUP_TILES = 4
+"""Tiles of rows that meet a column block one after the other, where blocks lie apart."""
 ACTIVATION_BYTES = 1 << 20
 """Activations of a row block: half of a 2 MiB second-level cache."""
 
@@ -29,15 +31,91 @@ def row_block(inner: int, activation_bytes: int) -> int:
     return max(32, min(512, ACTIVATION_BYTES // (activation_bytes * inner) // 32 * 32))
 
 
+def _make_panel(kernels: KernelSet, finish: Any) -> Any:
+    """``panel(mode, x, ldx, rows, w, bias, steps, out, ldo, sums)``: some rows times a panel, tile after tile."""
+    dot_rows, dot_rows_first = kernels.dot_rows, kernels.dot_rows_first
+
+    @kernels.jit
+    def panel(
+        mode: int, x: int, ldx: int, rows: int, w: int, bias: int, steps: int, out: int, ldo: int, sums: int
+    ) -> None:
+        row, ahead, lines = 0, w + steps * PANEL_STEP_BYTES, 0
+        second = w + STEP_BYTES  # the other column block
+        while row < rows:
+            left = rows - row
+            at = x + row * ldx
+            if row == 0:
+                done = dot_rows_first(left, at, ldx, w, second, steps, PANEL_STEP_BYTES, sums, SCRATCH_ROW_BYTES, 0, 0)
+                if left > done:
+                    lines = STEP_LINES // ((left - 1) // done)
+            else:
+                done = dot_rows(
+                    left, at, ldx, w, second, steps, PANEL_STEP_BYTES, sums, SCRATCH_ROW_BYTES, ahead, lines
+                )
+                ahead += steps * lines * 64
+            finish(mode, sums, min(done, left), bias, out + row * ldo, ldo)
+            row += done
+
+    return panel
+
+
+def _make_panel_apart(kernels: KernelSet, finish: Any) -> Any:
+    """The same where column blocks lie apart: all rows of a group meet one block, which then lies in the first-level
+    cache, before they meet the other.
+
+    A tile of up to four rows takes as long as one of four: each of its sums waits for the one before it. So rows are
+    shared out evenly: eight are four and four, not six and two.
+    """
+    dot_rows_first, dot_block, dot_block_first = kernels.dot_rows_first, kernels.dot_block, kernels.dot_block_first
+    tallest, most_wide = kernels.isa.row_tiles[0], kernels.isa.most_wide_rows
+    group_rows = GROUP_TILES * tallest
+
+    @kernels.jit
+    def panel(
+        mode: int, x: int, ldx: int, rows: int, w: int, bias: int, steps: int, out: int, ldo: int, sums: int
+    ) -> None:
+        block_bytes = steps * STEP_BYTES
+        if rows <= most_wide:
+            row = 0
+            while row < rows:
+                at = x + row * ldx
+                row += dot_rows_first(
+                    rows - row, at, ldx, w, w + block_bytes, steps, STEP_BYTES, sums + row * SCRATCH_ROW_BYTES,
+                    SCRATCH_ROW_BYTES, 0, 0,
+                )  # fmt: skip
+            finish(mode, sums, rows, bias, out, ldo)
+            return
+        others = (rows + tallest - 1) // tallest - 1
+        lines = STEP_BYTES // 64 // max(others, 1)
+        for first in range(0, rows, group_rows):
+            count = min(group_rows, rows - first)
+            for block in range(2):
+                at_block = w + block * block_bytes
+                ahead = at_block + 2 * block_bytes  # the next panel's
+                row = 0
+                while row < count:
+                    num_tiles = (count - row + tallest - 1) // tallest
+                    height = (count - row + num_tiles - 1) // num_tiles
+                    at, into = x + (first + row) * ldx, sums + row * SCRATCH_ROW_BYTES + block * 64
+                    if first + row == 0:
+                        dot_block_first(height, at, ldx, at_block, 0, steps, STEP_BYTES, into, SCRATCH_ROW_BYTES, 0, 0)
+                    else:
+                        dot_block(
+                            height, at, ldx, at_block, 0, steps, STEP_BYTES, into, SCRATCH_ROW_BYTES, ahead, lines
+                        )
+                        ahead += steps * lines * 64
+                    row += height
+            finish(mode, sums, count, bias, out + first * ldo, ldo)
+
+    return panel
+
+
 def make_linear(kernels: KernelSet) -> Any:
     """``linear(mode, tid, nt, counters, x, ldx, num_rows, block, w, bias, num_panels, steps, out, ldo, sums)``.
 
     ``mode``: an index into ``epilogue.MODES``; ``sums``: this thread's scratch; strides in bytes.
     """
-    dot_rows, dot_rows_first = kernels.dot_rows, kernels.dot_rows_first
     gated_out = 16 * kernels.isa.activation_bytes
-    apart = kernels.isa.blocks_apart
-    block_step = STEP_BYTES if apart else PANEL_STEP_BYTES
     store, add, silu, gelu = (kernels.epilogues[name] for name in MODES)
 
     @kernels.jit
@@ -51,24 +129,7 @@ def make_linear(kernels: KernelSet) -> Any:
         else:
             gelu(sums, rows, bias, out, ldo)
 
-    @kernels.jit
-    def panel(
-        mode: int, x: int, ldx: int, rows: int, w: int, bias: int, steps: int, out: int, ldo: int, sums: int
-    ) -> None:
-        row, ahead, lines = 0, w + steps * PANEL_STEP_BYTES, 0
-        second = w + (steps * STEP_BYTES if apart else STEP_BYTES)  # the other column block
-        while row < rows:
-            left = rows - row
-            at = x + row * ldx
-            if row == 0:
-                done = dot_rows_first(left, at, ldx, w, second, steps, block_step, sums, SCRATCH_ROW_BYTES, 0, 0)
-                if left > done:
-                    lines = STEP_LINES // ((left - 1) // done)
-            else:
-                done = dot_rows(left, at, ldx, w, second, steps, block_step, sums, SCRATCH_ROW_BYTES, ahead, lines)
-                ahead += steps * lines * 64
-            finish(mode, sums, min(done, left), bias, out + row * ldo, ldo)
-            row += done
+    panel = _make_panel_apart(kernels, finish) if kernels.isa.blocks_apart else _make_panel(kernels, finish)
 
     @kernels.jit
     def linear(

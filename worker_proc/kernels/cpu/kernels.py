@@ -73,6 +73,10 @@ class KernelSet:
     """(n, x, ldx, w0, w1, steps, w_step, out, ldo, ahead, lines) -> rows done."""
     dot_rows_first: Kernel
     """The same, prefetching the weights it reads and not ``ahead``: for the first rows that meet a panel."""
+    dot_block: Any
+    """dot_rows for the column block w0 alone and a tile of exactly n rows; where a panel's blocks lie apart (else
+    None)."""
+    dot_block_first: Any
     qk_rows: Kernel
     """The same under attention's tile configuration."""
     weigh_rows: Kernel
@@ -154,10 +158,15 @@ def _weigh_chain(tag: str, levels: list[Level]) -> Any:
     return level
 
 
-def _tile_functions(isa: Isa) -> tuple[Any, Any, Any, Any]:
-    """(dot_rows, dot_rows_first, qk_rows, weigh_rows)."""
+def _tile_functions(isa: Isa) -> tuple[Any, ...]:
+    """(dot_rows, dot_rows_first, qk_rows, weigh_rows, dot_block, dot_block_first)."""
     # A tile of 32 rows pays from 17 on: half of it costs as much as the tile of 16.
     limits = [(17, 32), (1, 16)] if isa.dot == "amx" else [(rows, rows) for rows in isa.row_tiles]
+
+    def block(tag: str, prefetch: bool) -> Any:
+        every = range(isa.row_tiles[0], 0, -1)
+        tall = [(rows, rows, tiles.make_vector_dot(isa, rows, prefetch, one_block=True)) for rows in every]
+        return _dot_chain(f"{isa.name}_{tag}", tall) if isa.blocks_apart else None
 
     def dot(tag: str, prefetch: bool, attention: bool) -> Any:
         def make(rows: int) -> Any:
@@ -170,12 +179,13 @@ def _tile_functions(isa: Isa) -> tuple[Any, Any, Any, Any]:
     make_weigh = tiles.make_amx_weigh if isa.dot == "amx" else tiles.make_vector_weigh
     weigh = _weigh_chain(f"{isa.name}_weigh", [(least, rows, make_weigh(isa, rows)) for least, rows in limits])
     plain = dot("plain", False, False)
-    return plain, dot("first", True, False), dot("qk", False, True) if isa.dot == "amx" else plain, weigh
+    qk = dot("qk", False, True) if isa.dot == "amx" else plain
+    return plain, dot("first", True, False), qk, weigh, block("block", False), block("block_first", True)
 
 
 def build(isa: Isa) -> KernelSet:
     """Generate the kernels; nothing is compiled before its first call."""
-    dot_rows, dot_rows_first, qk_rows, weigh_rows = _tile_functions(isa)
+    dot_rows, dot_rows_first, qk_rows, weigh_rows, dot_block, dot_block_first = _tile_functions(isa)
     machine = platform.machine()
     rotate_key = rows.make_rotate(isa, 2)
     return KernelSet(
@@ -183,6 +193,8 @@ def build(isa: Isa) -> KernelSet:
         jit=jit_as(isa.name),
         dot_rows=dot_rows,
         dot_rows_first=dot_rows_first,
+        dot_block=dot_block,
+        dot_block_first=dot_block_first,
         qk_rows=qk_rows,
         weigh_rows=weigh_rows,
         epilogues={mode: epilogue.make_epilogue(isa, mode) for mode in epilogue.MODES},

@@ -16,8 +16,9 @@ Arithmetic of the limits, per core and cycle (Sapphire Rapids class)
                 weight loads and 12 broadcasts; 24 accumulators fit into 32 registers.
     fma:        16 multiply-adds an instruction, two instructions a cycle. Widening the weights, a shift and a
                 mask, takes the same units: 4 for the 48 products of 12 rows and a pair.
-    AVX2, NEON: 12 products of 8 lanes (24 of 4) for an element of 6 rows and 16 columns. That leaves 4 (8) registers
-                for widened weights and a row's input, so a pair of weights is loaded twice rather than kept.
+    AVX2, NEON: 12 products of 8 lanes (24 of 4) for an element of 6 rows and 16 columns, one block of them. That
+                leaves 4 (8) registers for widened weights and a row's input, so a pair of weights is loaded twice
+                rather than kept.
 
 Order of summation: ``vdpbf16ps`` and ``fma`` add pair after pair. AMX sums the even and the odd
 elements of 32 inputs apart, then adds both to the accumulator. Each is the same for every row and
@@ -124,8 +125,8 @@ def _look_ahead(e: VectorEmitter, ahead: Any, lines: Any, step: Any) -> None:
         e.prefetch(e.at(at, loop.index, 64), locality=2)
 
 
-def make_vector_dot(isa: Isa, rows: int, prefetch: bool) -> Any:
-    """``dot`` for a fixed number of rows, on vector registers."""
+def make_vector_dot(isa: Isa, rows: int, prefetch: bool, one_block: bool = False) -> Any:
+    """``dot`` for a fixed number of rows, on vector registers. ``one_block``: only ``w0``, so out[M, 16]."""
 
     @intrinsic
     def dot(
@@ -134,7 +135,7 @@ def make_vector_dot(isa: Isa, rows: int, prefetch: bool) -> Any:
         def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
             x, ldx, w0, w1, steps, w_step, out, ldo, ahead, lines = args
             e = VectorEmitter(b, isa)
-            for blocks in _passes(isa, rows):
+            for blocks in [[0]] if one_block else _passes(isa, rows):
                 accs = _accumulators(e, rows, len(blocks))
                 starts = _row_starts(e, x, ldx, rows)
                 with cgutils.for_range(b, steps, intp=I64) as outer:
