@@ -60,10 +60,14 @@ def atomic_add(tc: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def atomic_load(tc: Any, address: Any) -> Any:
-    """Read an int64 with acquire order."""
+    """Read an int64, sequentially consistent.
+
+    Who adds to one word and then reads another must not read it before others can see the sum: ``team.py``'s
+    last arrival looks for sleepers, a sleeper for arrivals. Acquire order would allow it (Arm's ``ldapr``).
+    """
 
     def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        return b.load_atomic(_pointer(b, args[0]), "acquire", 8)
+        return b.load_atomic(_pointer(b, args[0]), "seq_cst", 8)
 
     return types.int64(types.int64), emit
 
