@@ -87,8 +87,10 @@ def _make_panel_apart(kernels: KernelSet, finish: Any) -> Any:
             return
         others = (rows + tallest - 1) // tallest - 1
         lines = STEP_BYTES // 64 // max(others, 1)
-        for first in range(0, rows, group_rows):
-            count = min(group_rows, rows - first)
+        num_groups = (rows + group_rows - 1) // group_rows
+        first = 0
+        for group in range(num_groups):
+            count = (rows - first + num_groups - group - 1) // (num_groups - group)
             for block in range(2):
                 at_block = w + block * block_bytes
                 ahead = at_block + 2 * block_bytes  # the next panel's
@@ -106,6 +108,7 @@ def _make_panel_apart(kernels: KernelSet, finish: Any) -> Any:
                         ahead += steps * lines * 64
                     row += height
             finish(mode, sums, count, bias, out + first * ldo, ldo)
+            first += count
 
     return panel
 

@@ -72,10 +72,11 @@ class KernelSet:
     dot_rows: Kernel
     """(n, x, ldx, w0, w1, steps, w_step, out, ldo, ahead, lines) -> rows done."""
     dot_rows_first: Kernel
-    """The same, prefetching the weights it reads and not ``ahead``: for the first rows that meet a panel."""
+    """The same, prefetching the weights it reads and not ``ahead``: for the first rows that meet a panel. Where blocks
+    lie apart, for ``most_wide_rows`` at most."""
     dot_block: Any
-    """dot_rows for the column block w0 alone and a tile of exactly n rows; where a panel's blocks lie apart (else
-    None)."""
+    """dot_rows for the column block w0 alone and a tile of exactly n rows, more than ``most_wide_rows``; where a
+    panel's blocks lie apart (else None)."""
     dot_block_first: Any
     qk_rows: Kernel
     """The same under attention's tile configuration."""
@@ -162,9 +163,10 @@ def _tile_functions(isa: Isa) -> tuple[Any, ...]:
     """(dot_rows, dot_rows_first, qk_rows, weigh_rows, dot_block, dot_block_first)."""
     # A tile of 32 rows pays from 17 on: half of it costs as much as the tile of 16.
     limits = [(17, 32), (1, 16)] if isa.dot == "amx" else [(rows, rows) for rows in isa.row_tiles]
+    most_first = isa.most_wide_rows if isa.blocks_apart else isa.row_tiles[0]  # more rows begin with dot_block_first
 
     def block(tag: str, prefetch: bool) -> Any:
-        every = range(isa.row_tiles[0], 0, -1)
+        every = range(isa.row_tiles[0], isa.most_wide_rows, -1)
         tall = [(rows, rows, tiles.make_vector_dot(isa, rows, prefetch, one_block=True)) for rows in every]
         return _dot_chain(f"{isa.name}_{tag}", tall) if isa.blocks_apart else None
 
@@ -174,7 +176,8 @@ def _tile_functions(isa: Isa) -> tuple[Any, ...]:
                 return tiles.make_amx_dot(isa, rows, prefetch, attention)
             return tiles.make_vector_dot(isa, rows, prefetch)
 
-        return _dot_chain(f"{isa.name}_{tag}", [(least, rows, make(rows)) for least, rows in limits])
+        used = [(least, rows) for least, rows in limits if rows <= most_first] if prefetch else limits
+        return _dot_chain(f"{isa.name}_{tag}", [(least, rows, make(rows)) for least, rows in used])
 
     make_weigh = tiles.make_amx_weigh if isa.dot == "amx" else tiles.make_vector_weigh
     weigh = _weigh_chain(f"{isa.name}_weigh", [(least, rows, make_weigh(isa, rows)) for least, rows in limits])
