@@ -186,6 +186,19 @@ def test_a_model_that_is_not_what_its_files_say_is_not_recorded(
     assert not list(records.iterdir())
 
 
+@pytest.mark.parametrize("index", ["{}", "[]", "nonsense"])
+def test_files_that_cannot_be_read_stop_no_start(
+    tmp_path: Path, step: StepFunction, index: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    config, model = started_once(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(index)
+    keep_record(config, model, reference_logits(model), 1024)
+    assert "will need torch and transformers again" in caplog.text
+    assert again(config, step) is None
+
+
 def test_flags_under_which_a_start_is_not_recorded(tmp_path: Path) -> None:
     plain = config_for(tmp_path)
     assert can_be_recorded(plain)

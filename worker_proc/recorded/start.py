@@ -20,6 +20,9 @@ from worker_proc.recorded.checkpoint import Checkpoint, weight_files
 
 log = logging.getLogger(__name__)
 
+UNREADABLE = (OSError, KeyError, TypeError, ValueError)
+"""What files that are not as expected raise; a start goes on without a record."""
+
 
 def can_be_recorded(config: ServerConfig) -> bool:
     """Whether the flags leave a model's start to its files alone, and to the CPU's fast path if that covers it."""
@@ -49,7 +52,7 @@ def load_recorded(
         if found is None:
             return None  # the first start of this model with these versions
         decoder = found.decoder(Checkpoint(weight_files(folder)))
-    except (record.NotRecorded, OSError, KeyError, ValueError) as reason:
+    except (record.NotRecorded, *UNREADABLE) as reason:
         log.info("no record of an earlier start can be used: %s", reason)
         return None
     context_length = choose_context_length(config.model.context_length, found.notes.position_limit)
@@ -85,5 +88,5 @@ def keep_record(config: ServerConfig, model: Any, reference: list[NDArray[np.flo
         checkpoint = Checkpoint(weight_files(folder))
         embeddings = model.get_input_embeddings().num_embeddings
         record.save(path, describe(model), names, checkpoint, reference, position_limit, embeddings)
-    except (record.NotRecorded, OSError, ValueError) as reason:
+    except (record.NotRecorded, *UNREADABLE) as reason:
         log.info("the next start will need torch and transformers again: %s", reason)
