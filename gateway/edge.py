@@ -6,6 +6,8 @@ of access log that never holds a query, a header or a body.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import logging
 import re
@@ -32,6 +34,11 @@ QUIET_PATHS = OPEN_PATHS | {"/metrics"}
 ADMIN_PATHS = frozenset({"/flush_cache", "/abort_request", "/start_profile", "/stop_profile"})
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+LINGER_S = 2.0
+LINGER_FACTOR = 4
+"""Of a body above the limit so many times the limit are read, and so long, before it is refused."""
 
 
 class Edge:
@@ -78,6 +85,8 @@ class Edge:
                 await self._app(scope, receive, send_with_id)
             else:
                 error, extra = refused
+                if error.status == 413 and b"expect" not in headers:
+                    await _drop_body(receive, LINGER_FACTOR * self._max_bytes)
                 await error_response(error, extra)(scope, receive, send_with_id)
         finally:
             self._metrics.count_reply(status or 499)
@@ -123,6 +132,20 @@ class Edge:
             return ErrorInfo(status=403, message="this endpoint needs an admin key", code="insufficient_permissions")
         words = "Incorrect API key provided" if given else "No API key provided: send 'Authorization: Bearer <key>'"
         return ErrorInfo(status=401, message=words, code="invalid_api_key")
+
+
+async def _drop_body(receive: Receive, most: int) -> None:
+    """Read what a client sends that nobody wants, up to ``most`` bytes and ``LINGER_S``, and forget it.
+
+    A client that still writes when its connection is closed has the answer reset before it reads it.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while most > 0:
+                message = await receive()
+                most -= len(message.get("body", b""))
+                if message["type"] != "http.request" or not message.get("more_body"):
+                    return
 
 
 def too_large(limit: int) -> ErrorInfo:
