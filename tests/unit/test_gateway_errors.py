@@ -189,8 +189,8 @@ def test_wrong_method_is_405_in_the_envelope(live: Live) -> None:
 
 
 def test_a_client_that_sends_far_more_than_the_limit_reads_the_refusal() -> None:
-    with live_gateway(max_request_bytes=1 << 20) as pair:
-        body = json.dumps({"messages": [{"role": "user", "content": "x" * (3 << 20)}]}).encode()
+    with live_gateway(max_request_bytes=8 << 20) as pair:
+        body = json.dumps({"messages": [{"role": "user", "content": "x" * (24 << 20)}]}).encode()
         with socket.create_connection(("127.0.0.1", pair.gateway.port), timeout=10) as connection:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)  # all of it, before anything is read
