@@ -86,7 +86,7 @@ class Edge:
             else:
                 error, extra = refused
                 if error.status == 413 and b"expect" not in headers:
-                    await _drop_body(receive, LINGER_FACTOR * self._max_bytes)
+                    await drop_body(receive, LINGER_FACTOR * self._max_bytes)
                 await error_response(error, extra)(scope, receive, send_with_id)
         finally:
             self._metrics.count_reply(status or 499)
@@ -115,7 +115,7 @@ class Edge:
             return denied, {"WWW-Authenticate": "Bearer"} if denied.status == 401 else {}
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._max_bytes:
-            return too_large(self._max_bytes), {"Connection": "close"}
+            return too_large(self._max_bytes), {}
         return None
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> ErrorInfo | None:
@@ -134,7 +134,7 @@ class Edge:
         return ErrorInfo(status=401, message=words, code="invalid_api_key")
 
 
-async def _drop_body(receive: Receive, most: int) -> None:
+async def drop_body(receive: Receive, most: int) -> None:
     """Read what a client sends that nobody wants, up to ``most`` bytes and ``LINGER_S``, and forget it.
 
     A client that still writes when its connection is closed has the answer reset before it reads it.

@@ -32,8 +32,13 @@ def error_json(info: ErrorInfo) -> bytes:
 
 
 def error_response(info: ErrorInfo, headers: dict[str, str] | None = None) -> Response:
-    """The whole HTTP answer, with ``Retry-After`` where waiting helps, as it does with every 429 and 503."""
+    """The whole HTTP answer, with ``Retry-After`` where waiting helps, as it does with every 429 and 503.
+
+    After a 413 the connection ends: what is left of the body may have no end, and nobody wants it.
+    """
     headers = dict(headers or {})
+    if info.status == 413:
+        headers["Connection"] = "close"
     retry_after_s = info.retry_after_s
     if retry_after_s is None and info.status in (429, 503):
         retry_after_s = 1.0

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from common.config import ServerConfig
 from common.errors import RequestError
 from common.messages import Finish, Generate, Grammar, Prompt, SamplingParams, TextParams
-from gateway.edge import too_large
+from gateway.edge import LINGER_FACTOR, drop_body, too_large
 from gateway.engine import Engine
 from gateway.fields import UNSUPPORTED, GenerationFields, choice_seed, draw_seed, explain
 from gateway.output import ToolSupport
@@ -61,6 +61,7 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
             async for chunk in request.stream():
                 size += len(chunk)
                 if size > limit:
+                    await drop_body(request.receive, LINGER_FACTOR * limit)
                     raise RequestError(too_large(limit).message, status=413, code="request_too_large")
                 chunks.append(chunk)
     except TimeoutError:

@@ -188,13 +188,27 @@ def test_wrong_method_is_405_in_the_envelope(live: Live) -> None:
     assert "error" in response.json()
 
 
-def test_a_client_that_sends_far_more_than_the_limit_reads_the_refusal() -> None:
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_client_that_sends_far_more_than_the_limit_reads_the_refusal(chunked: bool) -> None:
     with live_gateway(max_request_bytes=8 << 20) as pair:
         body = json.dumps({"messages": [{"role": "user", "content": "x" * (24 << 20)}]}).encode()
         with socket.create_connection(("127.0.0.1", pair.gateway.port), timeout=10) as connection:
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
+            if chunked:
+                body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n"
             connection.sendall(head.encode() + body)  # all of it, before anything is read
             assert connection.recv(65536).startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_without_end_ends_with_its_connection() -> None:
+    with live_gateway(max_request_bytes=1 << 20) as pair:
+        with socket.create_connection(("127.0.0.1", pair.gateway.port), timeout=10) as connection:
+            connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+            with pytest.raises(ConnectionError):
+                for _ in range(2000):  # 125 MiB, more than sockets hold
+                    connection.sendall(chunk)
 
 
 def test_body_above_the_limit_is_413() -> None:
