@@ -1,15 +1,18 @@
-"""How the threads of a step meet: what the machine code of other processors keeps in order."""
+"""How the threads of a step meet: what the machine code of other processors keeps in order, and who leaves his core."""
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import llvmlite.binding as llvm
 import llvmlite.ir as ir
+import numpy as np
 import pytest
-from numba import types
+from numba import njit, types
 
-from worker_proc.kernels.cpu.scalar import atomic_add, atomic_load
+from worker_proc.kernels.cpu import team
+from worker_proc.kernels.cpu.scalar import atomic_add, atomic_load, atomic_store, current_core
 from worker_proc.kernels.cpu.vector_ir import I64
 
 
@@ -30,3 +33,65 @@ def test_on_arm_no_word_is_read_before_an_addition_to_another_is_seen(cpu: str) 
     machine = llvm.Target.from_triple(module.triple).create_target_machine(cpu=cpu, opt=3)
     text = machine.emit_assembly(llvm.parse_assembly(str(module)))
     assert "\tldar\t" in text and "ldapr" not in text
+
+
+@njit
+def step_aside_with(sync: int, phase: int, others_core: int, others_phases: int) -> tuple[int, int]:
+    """``step_aside`` as thread 0 of 2; the caller's core before and after. ``others_core`` -1: the caller's own."""
+    core = current_core()
+    its = sync + team.COUNTERS + 2 * 2 * team.LINE + team.PLACE
+    atomic_store(its + team.CORE, core if others_core < 0 else others_core)
+    atomic_store(its + team.ENDED, others_phases)
+    team.step_aside(sync, phase, 0, 2)
+    return core, current_core()
+
+
+class Waiting:
+    """A thread that waits for another at the end of phase ``phase``."""
+
+    def __init__(self) -> None:
+        self._words = np.zeros(team.sync_bytes(2) // 8, np.int64)
+
+    def step_aside(self, phase: int, others_core: int = -1, others_phases: int = 0) -> tuple[int, int]:
+        return step_aside_with(self._words.ctypes.data, phase, others_core, others_phases)  # type: ignore[no-any-return]
+
+    @property
+    def moved_in(self) -> int:
+        """The phase of its last move; 0 for none."""
+        return int(self._words[(team.COUNTERS + 2 * 2 * team.LINE + team.MOVED) // 8])
+
+
+def test_who_waits_leaves_the_core_that_the_other_needs_and_may_come_back() -> None:
+    cores, waiting = os.sched_getaffinity(0), Waiting()
+    steps = [waiting.step_aside(phase) for phase in (100, 200, 300)]  # Linux may bring it back in between
+    assert waiting.moved_in == 300
+    assert len(cores) == 1 or any(before != after for before, after in steps)
+    assert os.sched_getaffinity(0) == cores
+
+
+@pytest.mark.parametrize(
+    ("others_core", "others_phases"), [(1023, 0), (-1, 101)], ids=["on another core", "at the barrier too"]
+)
+def test_who_shares_no_core_with_a_thread_at_work_stays(others_core: int, others_phases: int) -> None:
+    waiting = Waiting()
+    waiting.step_aside(100, others_core, others_phases)
+    assert waiting.moved_in == 0
+
+
+def test_a_thread_moves_once_in_a_while() -> None:
+    waiting = Waiting()
+    for phase in (100, 101, 100 + team.MOVE_EVERY - 1):
+        waiting.step_aside(phase)
+    assert waiting.moved_in == 100
+    waiting.step_aside(100 + team.MOVE_EVERY)
+    assert waiting.moved_in == 100 + team.MOVE_EVERY
+
+
+def test_a_thread_with_one_core_stays_there() -> None:
+    cores, waiting = os.sched_getaffinity(0), Waiting()
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        assert waiting.step_aside(100) == (min(cores), min(cores))
+        assert os.sched_getaffinity(0) == {min(cores)}
+    finally:
+        os.sched_setaffinity(0, cores)

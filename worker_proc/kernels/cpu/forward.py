@@ -75,12 +75,12 @@ def _make_clock(kernels: KernelSet, end_phase: Any) -> Any:
     @kernels.jit
     def end_timed(sync: int, phase: int, nt: int, profile: int, tid: int, column: int) -> Any:
         if profile == 0:
-            return end_phase(sync, phase, nt)
+            return end_phase(sync, phase, nt, tid)
         book = carray(i64_pointer(profile), (nt, len(PHASES) + 1, 3))
         wall, cpu = clock_ns(CLOCK_MONOTONIC), clock_ns(CLOCK_THREAD_CPU)
         book[tid, column, 0] += cpu - book[tid, len(PHASES), 0]
         book[tid, column, 1] += wall - book[tid, len(PHASES), 1]
-        phase = end_phase(sync, phase, nt)
+        phase = end_phase(sync, phase, nt, tid)
         book[tid, len(PHASES), 0], book[tid, len(PHASES), 1] = clock_ns(CLOCK_THREAD_CPU), clock_ns(CLOCK_MONOTONIC)
         book[tid, column, 2] += book[tid, len(PHASES), 1] - wall
         return phase

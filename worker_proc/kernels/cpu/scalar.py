@@ -102,6 +102,37 @@ def clock_ns(tc: Any, clock: Any) -> Any:
     return types.int64(types.int64), emit
 
 
+@intrinsic
+def current_core(tc: Any) -> Any:
+    """The core that the calling thread is on, by libc's ``sched_getcpu`` (no system call)."""
+
+    def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        fn = cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), "sched_getcpu")
+        return b.sext(b.call(fn, []), I64)
+
+    return types.int64(), emit
+
+
+@intrinsic
+def get_affinity(tc: Any, num_bytes: Any, mask: Any) -> Any:
+    """The calling thread's cores, a bit each, into ``num_bytes`` at an address, by libc; 0 if that worked."""
+    return types.int64(types.int64, types.int64), _affinity("sched_getaffinity")
+
+
+@intrinsic
+def set_affinity(tc: Any, num_bytes: Any, mask: Any) -> Any:
+    """Restrict the calling thread to the cores at an address, by libc; 0 if that worked."""
+    return types.int64(types.int64, types.int64), _affinity("sched_setaffinity")
+
+
+def _affinity(name: str) -> Any:
+    def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        fn = cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, [I32, I64, PTR]), name)
+        return b.sext(b.call(fn, [ir.Constant(I32, 0), args[0], b.inttoptr(args[1], PTR)]), I64)
+
+    return emit
+
+
 def make_pause(machine: str) -> Any:
     """An intrinsic that tells the core it is spinning."""
     name = "llvm.x86.sse2.pause" if machine == "x86_64" else "llvm.aarch64.hint"
