@@ -1,4 +1,4 @@
-"""How the threads of a step meet: what the machine code of other processors keeps in order, and who leaves his core."""
+"""How the threads of a step meet: what other processors keep in order, and who leaves a core."""
 
 from __future__ import annotations
 

@@ -202,13 +202,15 @@ def test_a_client_that_sends_far_more_than_the_limit_reads_the_refusal(chunked: 
 
 
 def test_a_body_without_end_ends_with_its_connection() -> None:
-    with live_gateway(max_request_bytes=1 << 20) as pair:
-        with socket.create_connection(("127.0.0.1", pair.gateway.port), timeout=10) as connection:
-            connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
-            chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-            with pytest.raises(ConnectionError):
-                for _ in range(2000):  # 125 MiB, more than sockets hold
-                    connection.sendall(chunk)
+    chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    with (
+        live_gateway(max_request_bytes=1 << 20) as pair,
+        socket.create_connection(("127.0.0.1", pair.gateway.port), timeout=10) as connection,
+    ):
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with pytest.raises(ConnectionError):
+            for _ in range(2000):  # 125 MiB, more than sockets hold
+                connection.sendall(chunk)
 
 
 def test_body_above_the_limit_is_413() -> None:

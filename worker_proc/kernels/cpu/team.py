@@ -47,7 +47,7 @@ MASK_BYTES = 128
 PLACE = LINE + 2 * MASK_BYTES
 CORE, ENDED, MOVED = 0, 8, 16
 MOVE_EVERY = 16
-"""Phases between two moves of a thread. Where the other cores have work of their own, Linux brings it back each time."""
+"""Phases between two moves of a thread: where the other cores have work of their own, Linux brings it back."""
 
 
 def sync_bytes(num_threads: int) -> int:
