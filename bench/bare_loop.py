@@ -1,12 +1,13 @@
 """What the system around the forward pass costs: the server beside a bare loop of the same steps.
 
-    python -m bench.bare_loop --model DIR [--case 'short -c 8'] [--runs 3]
+    python -m bench.bare_loop --model DIR [--case 'short -c 8'] [--turns 8]
 
-Each run serves a workload with ``--trace`` on and the load generator on the same cores, then takes the
-batches from the trace and runs the worker's forward on them alone: packed beforehand, one after the other,
+In each turn a server with ``--trace`` on gets some requests, with the load generator on the same cores, and then
+the turn's batches run again on the worker's forward alone, in this process: packed beforehand, one after the other,
 no sampling, no messages, no other process. Both give the same tokens, so the ratio of their rates is what
-arrives at the client of what the forward could give. CPU seconds per 1,000 tokens of every process, the load
-generator's too, are those of the served run. The last line is one JSON object with medians.
+arrives at the client of what the forward could give; the turns are short, so that a machine that is faster at one
+minute than at the next is in both. CPU seconds per 1,000 tokens of every process, the load generator's too, are
+those of serving. The last line is one JSON object with medians over the turns.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +32,18 @@ from worker_proc.executor import StepExecutor
 from worker_proc.runner import ModelRunner, PackedBatch
 from worker_proc.sampling.cpu import CpuSampler
 
-CASES = {"short -c 8": ("short", 8, 96), "short -c 32": ("short", 32, 192)}
+CASES = {"short -c 8": ("short", 8, 32), "short -c 32": ("short", 32, 96)}
+"""Workload, concurrency, requests of a turn."""
+SETTLE_S = 3.0
+"""After so long a server without work has written its trace out."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Recording:
-    """The batches of a served run, in order, and the pool they were made for."""
+    """The batches that a server has run, in order, and what its worker said of itself."""
 
-    before: list[ForwardBatch] = field(default_factory=list)
-    """Of the warm-up: their requests and pages are what the measured ones build on."""
-    measured: list[ForwardBatch] = field(default_factory=list)
-    num_pages: int = 0
-    page_size: int = 0
-    threads: int = 0
+    ready: WorkerReady
+    batches: list[ForwardBatch]
 
 
 class Taker:
@@ -62,53 +62,51 @@ class Taker:
         return self._runner.forward(batch)
 
 
-def serve_case(model: str, case: str, folder: str) -> tuple[dict[str, Any], Recording]:
-    """Serve a workload; its summary, with CPU seconds by process, and its batches."""
-    workload, concurrency, n = CASES[case]
-    with servers.serve(servers.quintet("--trace", folder, model=model)) as server:
-        warm_up = Options(server.url, "default", workload, concurrency, concurrency, seed=99)
-        asyncio.run(serve_bench.run(warm_up))
-        served = load.put(server, Options(server.url, "default", workload, concurrency, n, warmup=0))
-    if served.run.errors:
-        raise RuntimeError(f"{len(served.run.errors)} requests failed, first: {served.run.errors[0]}")
-    return served.summary | {"tokens": served.tokens}, read_batches(folder, served.began)
-
-
-def read_batches(folder: str, began: float) -> Recording:
-    """The scheduler's batches, those from ``began`` (time.time()) on apart."""
-    recording = Recording()
+def read_batches(folder: str) -> Recording:
+    """What the scheduler has written so far. Raises RuntimeError before a worker was ready."""
+    ready, batches = None, []
     for segment in read_run(Path(folder)):
         for record in segment.records:
             if not isinstance(record, SchedulerStep):
                 continue
-            for message in record.messages:
-                if isinstance(message, WorkerReady):
-                    recording.num_pages, recording.page_size = message.num_pages, message.page_size
-                    recording.threads = message.threads
+            ready = next((m for m in record.messages if isinstance(m, WorkerReady)), ready)
             if record.batch is not None:
-                (recording.measured if record.now >= began else recording.before).append(record.batch)
-    return recording
+                batches.append(record.batch)
+    if ready is None:
+        raise RuntimeError(f"{folder}: no worker has become ready; is the server up?")
+    return Recording(ready, batches)
 
 
-def bare_seconds(runner: ModelRunner, recording: Recording, runs: int = 3) -> float:
-    """Seconds of the measured batches on the forward alone; the median of ``runs``."""
-    taker = Taker(runner)
-    executor = StepExecutor(taker, CpuSampler(recording.threads))
-    for batch in recording.before:
-        executor.execute(batch)
-    first = len(taker.taken)
-    for batch in recording.measured:
-        executor.execute(batch)
-    seconds = []
-    for _ in range(runs):
+class BareLoop:
+    """The worker's forward in this process, and a server's pages and requests as its batches left them."""
+
+    def __init__(self, model: str, ready: WorkerReady) -> None:
+        self._runner = fast_runner(model, ready)
+        self._taker = Taker(self._runner)
+        self._executor = StepExecutor(self._taker, CpuSampler(ready.threads))
+        self._num_followed = 0
+
+    def follow(self, batches: list[ForwardBatch]) -> list[PackedBatch]:
+        """Run those of a server's batches that are new; packed, as the forward took them."""
+        self._taker.taken = []
+        for batch in batches[self._num_followed :]:
+            self._executor.execute(batch)
+        self._num_followed = len(batches)
+        return self._taker.taken
+
+    def seconds(self, packed: list[PackedBatch]) -> float:
+        """Seconds of the forward alone. What it writes into pages is there already."""
         began = time.perf_counter()
-        for packed in taker.taken[first:]:
-            runner.forward(packed)
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+        for batch in packed:
+            self._runner.forward(batch)
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        """End the threads."""
+        self._executor.close()
 
 
-def fast_runner(model: str, recording: Recording) -> ModelRunner:
+def fast_runner(model: str, ready: WorkerReady) -> ModelRunner:
     """The worker's CPU fast path with the server's pool. Raises SystemExit where there is none."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -117,11 +115,45 @@ def fast_runner(model: str, recording: Recording) -> ModelRunner:
 
     torch.set_num_threads(1)
     weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    runner = CpuFastRunner.try_build(weights, recording.page_size, recording.threads, lambda words: None, ())
+    runner = CpuFastRunner.try_build(weights, ready.page_size, ready.threads, lambda words: None, ())
     if isinstance(runner, str):
         raise SystemExit(runner)
-    runner.allocate(recording.num_pages)
+    runner.allocate(ready.num_pages)
     return runner
+
+
+def take_turns(model: str, case: str, turns: int, folder: str) -> dict[str, Any]:
+    """Medians of a case over its turns."""
+    workload, concurrency, n = CASES[case]
+    served, bare, ratios, cpu = [], [], [], []
+    with servers.serve(servers.quintet("--trace", folder, model=model)) as server:
+        asyncio.run(serve_bench.run(Options(server.url, "default", workload, concurrency, concurrency, seed=99)))
+        time.sleep(SETTLE_S)
+        loop = BareLoop(model, read_batches(folder).ready)
+        try:
+            loop.follow(read_batches(folder).batches)
+            for turn in range(turns):
+                served_load = load.put(server, Options(server.url, "default", workload, concurrency, n, turn, warmup=0))
+                if served_load.run.errors:
+                    raise RuntimeError(f"{len(served_load.run.errors)} requests failed: {served_load.run.errors[0]}")
+                time.sleep(SETTLE_S)
+                packed = loop.follow(read_batches(folder).batches)
+                served.append(served_load.summary["out_tok_s"])
+                bare.append(served_load.tokens / loop.seconds(packed))
+                ratios.append(served[-1] / bare[-1])
+                cpu.append(served_load.summary["cpu_s_per_1000_tokens"])
+                words = f"served {served[-1]:.1f} tokens/s, bare {bare[-1]:.1f}, ratio {ratios[-1]:.3f}"
+                print(f"{case}: {words}", flush=True)
+        finally:
+            loop.close()
+    cpu_s = {name: round(statistics.median(row.get(name, 0.0) for row in cpu), 3) for name in cpu[0]}
+    return {
+        "served_tok_s": statistics.median(served),
+        "bare_tok_s": round(statistics.median(bare), 1),
+        "ratio": round(statistics.median(ratios), 3),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "cpu_s_per_1000_tokens": cpu_s,
+    }
 
 
 def main() -> int:
@@ -129,28 +161,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of a bf16 transformers model")
     parser.add_argument("--case", action="append", choices=list(CASES), default=[])
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=8)
     args = parser.parse_args()
     out: dict[str, Any] = {}
     for case in args.case or CASES:
-        ratios, served, bare, cpu = [], [], [], []
-        for _ in range(args.runs):
-            with tempfile.TemporaryDirectory(prefix="quintet-bare-") as folder:
-                summary, recording = serve_case(args.model, case, folder)
-            runner = fast_runner(args.model, recording)
-            bare.append(summary["tokens"] / bare_seconds(runner, recording))
-            runner.close()
-            served.append(summary["out_tok_s"])
-            ratios.append(served[-1] / bare[-1])
-            cpu.append(summary["cpu_s_per_1000_tokens"])
-            print(f"{case}: served {served[-1]:.1f} tokens/s, bare {bare[-1]:.1f}, ratio {ratios[-1]:.3f}", flush=True)
-        out[case] = {
-            "served_tok_s": statistics.median(served), "bare_tok_s": round(statistics.median(bare), 1),
-            "ratio": round(statistics.median(ratios), 3),
-            "cpu_s_per_1000_tokens": {
-                name: round(statistics.median(row.get(name, 0.0) for row in cpu), 3) for name in cpu[0]
-            },
-        }  # fmt: skip
+        with tempfile.TemporaryDirectory(prefix="quintet-bare-") as folder:
+            out[case] = take_turns(args.model, case, args.turns, folder)
         print(f"{case}: median ratio {out[case]['ratio']}, {out[case]['cpu_s_per_1000_tokens']}", flush=True)
     print(json.dumps(out))
     return 0
