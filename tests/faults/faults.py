@@ -93,7 +93,7 @@ class NoMemory(Fault):
         body = (
             {"prompt": "x" * (15 << 20), "max_tokens": -1},  # large, and refused: the gateway's
             {"prompt": f"{number} " + _WORDS * 50_000, "max_tokens": 5},  # too long: the tokenizer's to refuse
-            {"prompt": f"{number} " + _WORDS * 200, "max_tokens": 5, "echo": True, "logprobs": 20},
+            {"prompt": f"{number} " + _WORDS * 600, "max_tokens": 5, "echo": True, "logprobs": 20},
             {"prompt": f"{number}", "json_schema": {"enum": [f"{number} {word:06d}" for word in range(3000)]}},
         )[number % 4]
         gateway = self.name if self.role == "gateway" else "gateway-1"
