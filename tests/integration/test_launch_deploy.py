@@ -189,7 +189,7 @@ def test_supervisord_starts_restarts_and_stops_the_server(tmp_path: Path) -> Non
         eventually(lambda: not list(Path(run_folder).iterdir()), 10, "no run directory left")
 
 
-@pytest.mark.parametrize(("unit", "exposure"), [("quintet.service", 1.3), ("quintet-gateway.service", 1.2)])
+@pytest.mark.parametrize(("unit", "exposure"), [("quintet.service", 1.4), ("quintet-gateway.service", 1.2)])
 def test_the_systemd_units_are_as_hardened_as_the_docs_say(unit: str, exposure: float) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd is not installed")
