@@ -227,7 +227,7 @@ class Exchange:
         self._pending_bytes += _DELTA_OVERHEAD_BYTES + len(delta.text)
         if delta.logprobs:
             self._pending_bytes += _LOGPROB_BYTES * sum(1 + len(item.top) for item in delta.logprobs)
-        if self._pending_bytes > self._limit_bytes and self.sending_since:
+        if self._pending_bytes > self._limit_bytes and self.sending_since and not self.gone:
             self.leave()
             if self.cut_off is not None:
                 self.cut_off()

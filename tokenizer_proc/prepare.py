@@ -140,7 +140,13 @@ class Preparer:
 
     def detokenize(self, message: DetokenizeIds) -> TextReply:
         """Answer /detokenize; control tokens are shown. Raises ``RequestError``."""
-        ids = self._given_ids(message.ids, "tokens")
+        ids, limit = self._given_ids(message.ids, "tokens"), self.info.context_len
+        if len(ids) > limit:
+            raise RequestError(
+                f"this model's context is {limit} tokens, and {len(ids)} ids were sent: send them in parts",
+                param="tokens",
+                code="context_length_exceeded",
+            )
         return TextReply(request_id=message.request_id, text=self._encoder.decode(ids, skip_special_tokens=False))
 
     def _encode(self, prompt: Prompt) -> list[int]:

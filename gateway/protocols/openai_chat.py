@@ -40,6 +40,7 @@ class ChatBody(GenerationFields):
     messages: Annotated[
         Any, WithJsonSchema({"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA})
     ]
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -127,8 +128,6 @@ def _check(body: ChatBody) -> None:
         raise RequestError("'modalities' can only be [\"text\"]", param="modalities", code="unsupported_value")
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("'top_logprobs' needs 'logprobs': true", param="top_logprobs")
-    if body.max_tokens == 0:
-        raise RequestError("'max_tokens': must be at least 1 (got 0)", param="max_tokens", code="invalid_value")
     if body.continue_final_message and body.add_generation_prompt:
         raise RequestError(
             "'continue_final_message' and 'add_generation_prompt' exclude each other", param="add_generation_prompt"

@@ -17,6 +17,8 @@ from gateway.protocols.tool_prompt import needs_spelling_out, spell_out
 from gateway.tool_parsers.registry import FALLBACK
 
 MAX_TEXTS = 256
+MAX_IDS = 65_536
+"""Ids of all lists of a call, or one context where that is longer: an id of two bytes may be a text of a hundred."""
 
 
 def _texts(value: Any) -> list[str] | str | None:
@@ -117,6 +119,9 @@ async def detokenize(request: Request, deps: Deps) -> Response:
     model = deps.engine.check_accepting()
     several = bool(body.tokens) and isinstance(body.tokens[0], list)
     rows: list[Any] = list(body.tokens) if several else [body.tokens]
+    total, limit = sum(map(len, rows)), max(MAX_IDS, model.context_len)
+    if total > limit:
+        raise RequestError(f"'tokens': has {total} ids; the limit of one call is {limit}", param="tokens")
     for row in rows:
         for token_id in row:
             check_id(token_id, model.vocab_size, "tokens")

@@ -21,7 +21,7 @@ from gateway.grammar import MAX_GRAMMAR_BYTES
 from gateway.protocols import common
 from gateway.protocols.chat_messages import MAX_MESSAGES
 from gateway.protocols.common import MAX_GENERATIONS
-from gateway.protocols.tokenize import MAX_TEXTS
+from gateway.protocols.tokenize import MAX_IDS, MAX_TEXTS
 from gateway.tool_parsers.grammar import MAX_TOOLS
 from tests.unit.gateway_live import CHAT, Live, eventually, live_gateway
 
@@ -53,6 +53,8 @@ def tools(count: int) -> list[dict[str, Any]]:
         ("/generate", {"text": ["x"] * (MAX_GENERATIONS + 1)}, MAX_GENERATIONS),
         ("/tokenize", {"prompt": ["x"] * (MAX_TEXTS + 1)}, MAX_TEXTS),
         ("/detokenize", {"tokens": [[1]] * (MAX_TEXTS + 1)}, MAX_TEXTS),
+        ("/detokenize", {"tokens": [1] * (MAX_IDS + 1)}, MAX_IDS),
+        ("/detokenize", {"tokens": [[1] * (MAX_IDS // 2), [1] * (MAX_IDS // 2 + 1)]}, MAX_IDS),
     ],
     ids=lambda value: f"{next(reversed(value))}" if isinstance(value, dict) else None,
 )

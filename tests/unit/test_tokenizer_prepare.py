@@ -243,3 +243,12 @@ def test_detokenize_shows_control_tokens_and_checks_ids() -> None:
     )
     with pytest.raises(RequestError, match=str(VOCAB)):
         made.detokenize(DetokenizeIds(request_id="t", gateway="g", ids=pack_i32([VOCAB])))
+
+
+def test_more_ids_than_a_context_holds_are_not_detokenized() -> None:
+    made = preparer()
+    limit = made.info.context_len
+    made.detokenize(DetokenizeIds(request_id="t", gateway="g", ids=pack_i32([1] * limit)))
+    with pytest.raises(RequestError, match=f"context is {limit} tokens, and {limit + 1} ids") as caught:
+        made.detokenize(DetokenizeIds(request_id="t", gateway="g", ids=pack_i32([1] * (limit + 1))))
+    assert caught.value.info.code == "context_length_exceeded"
