@@ -23,7 +23,7 @@ from tools.replay import __main__ as command
 from tools.replay.lives import Life, Run, read_lives
 from tools.replay.perfetto import REQUESTS_PID, make_events, write_perfetto
 from tools.replay.picture import write_picture
-from tools.replay.reader import Segment, TraceError, read_run
+from tools.replay.reader import Segment, TraceError, iterate, read_run
 from tools.replay.rerun import rerun
 from tools.replay.rows import RowDone
 from tools.replay.timeline import summary, timeline
@@ -268,6 +268,8 @@ def test_a_trace_cut_by_kill_9_replays_to_the_last_whole_step(tmp_path: Path) ->
     (whole,) = record(tmp_path)
     data = whole.path.read_bytes()
     cut = len(data) // 2 + zlib.crc32(data) % 100
+    if list(iterate(data[:cut]))[-1] is not None:  # by chance between two records
+        cut -= 1
     whole.path.write_bytes(data[:cut])
     (segment,) = read_run(tmp_path)
     (report,) = rerun([segment])
