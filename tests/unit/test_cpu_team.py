@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import threading
+import time
 from types import SimpleNamespace
 
 import llvmlite.binding as llvm
@@ -11,7 +14,8 @@ import numpy as np
 import pytest
 from numba import njit, types
 
-from worker_proc.kernels.cpu import team
+from worker_proc.kernels.cpu import scalar, team
+from worker_proc.kernels.cpu.kernels import jit
 from worker_proc.kernels.cpu.scalar import atomic_add, atomic_load, atomic_store, current_core
 from worker_proc.kernels.cpu.vector_ir import I64
 
@@ -95,3 +99,27 @@ def test_a_thread_with_one_core_stays_there() -> None:
         assert os.sched_getaffinity(0) == {min(cores)}
     finally:
         os.sched_setaffinity(0, cores)
+
+
+def test_a_thread_steps_aside_before_it_sleeps_at_the_barrier() -> None:
+    machine = platform.machine()
+    kernels = SimpleNamespace(jit=jit, pause=scalar.make_pause(machine), futex=scalar.make_futex(machine))
+    end_phase, _, _ = team.make_waiting(kernels)  # type: ignore[arg-type]
+
+    @njit(nogil=True)
+    def arrive(sync: int, tid: int) -> None:
+        atomic_store(sync + team.COUNTERS + 4 * team.LINE + team.PLACE + team.CORE, current_core())
+        end_phase(sync, 100, 2, tid)
+
+    waiting = Waiting()
+    words = waiting._words
+    words[team.ARRIVALS // 8] = 200  # of two threads in a hundred phases; and nobody spins
+    thread = threading.Thread(target=arrive, args=(words.ctypes.data, 0))
+    thread.start()
+    deadline = time.monotonic() + 10
+    while waiting.moved_in != 100 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    moved_in = waiting.moved_in
+    arrive(words.ctypes.data, 1)
+    thread.join(10)
+    assert moved_in == 100 and not thread.is_alive()
