@@ -109,11 +109,11 @@ def test_nan_left_in_a_page_does_not_reach_its_next_owner(runner: CpuFastRunner)
     ids = list(range(21))
     expected = whole(runner, ids, [30, 31])
     assert runner._pool is not None
-    runner._pool.view(np.uint16)[:] = 0x7FC0
+    runner._pool.pages.view(np.uint16)[:] = 0x7FC0
     assert np.array_equal(whole(runner, ids, [30, 31]), expected)
     continued = runner.forward(pack([([*ids, 1], 21, [30, 31])])).copy()
     assert np.array_equal(continued, whole(runner, [*ids, 1], [40, 41])[-1:])
-    runner._pool[:] = 0
+    runner._pool.pages[:] = 0
 
 
 def test_only_wanted_rows_get_logits(runner: CpuFastRunner) -> None:

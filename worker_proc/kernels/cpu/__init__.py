@@ -2,7 +2,7 @@
 
 Where to begin reading, from the outside in
 
-    fast_runner.py     the runner the worker calls; checks, pool, page copies
+    fast_runner.py     the runner the worker calls; checks, page copies; pool.py: the memory of K and V
     arch.py            which families are covered; read_model.py: a transformers model by that table
     model_image.py     weights packed, tables, records that the compiled code reads (packing.py, layout.py)
     workspace.py       buffers of a step

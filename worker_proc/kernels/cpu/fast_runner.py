@@ -12,7 +12,7 @@ from worker_proc.kernels.cpu.forward import PHASES
 from worker_proc.kernels.cpu.isa import detect
 from worker_proc.kernels.cpu.layout import BLOCK_TOKENS, SEGMENT_TOKENS
 from worker_proc.kernels.cpu.model_image import ModelImage
-from worker_proc.kernels.cpu.packing import huge_buffer
+from worker_proc.kernels.cpu.pool import KvPool
 from worker_proc.kernels.cpu.step_function import Progress, StepFunction, silent
 from worker_proc.kernels.cpu.thread_team import ThreadTeam
 from worker_proc.kernels.cpu.workspace import Workspace
@@ -37,8 +37,7 @@ class CpuFastRunner:
         self.num_threads = num_threads
         self._image = image
         self._workspace = Workspace(image, num_threads)
-        self._pool: NDArray[np.uint8] | None = None
-        self._num_pages = 0
+        self._pool: KvPool | None = None
         self._profile: NDArray[np.int64] | None = None
         shared = (image.models, image.layers, self._workspace.steps, self._workspace.owns)
         self._team = ThreadTeam(step.compiled(), num_threads, *shared)
@@ -99,27 +98,23 @@ class CpuFastRunner:
         return self._image.weight_bytes
 
     def allocate(self, num_pages: int) -> None:
-        """Create the KV pool, ``[layers][num_pages]``. Raises MemoryError with the arithmetic."""
+        """Create the KV pool, ``[num_pages][layers]``. Raises MemoryError with the arithmetic."""
         if self._pool is not None:
             raise RuntimeError("the KV pool exists already")
         if num_pages < 1:
             raise ValueError(f"{num_pages} KV pages; at least 1 is needed")
-        total = num_pages * self.kv_bytes_per_page()
-        what = f"the KV pool ({num_pages} pages x {self.kv_bytes_per_page()} bytes)"
-        self._pool = huge_buffer(total, what)
-        self._num_pages = num_pages
-        start = int(self._pool.ctypes.data)
+        self._pool = KvPool(num_pages, self.kv_bytes_per_page())
         for index, layer in enumerate(self._image.layers):
-            layer["kv"] = start + index * num_pages * self._image.page_bytes
+            layer["kv"] = self._pool.address + index * self._image.page_bytes
 
-    def _check(self, batch: PackedBatch) -> None:
-        """What is wrong here would be a write to a wrong address there."""
+    def _check(self, batch: PackedBatch) -> KvPool:
+        """The pool, if all is right: what is wrong here would be a write to a wrong address there."""
         if self._pool is None:
             raise RuntimeError("allocate() the KV pool before forward()")
         limits = (
             ("token id", batch.ids, self.vocab_size),
             ("position", batch.positions, self._image.shape.max_positions),
-            ("page id", batch.page_table, self._num_pages),
+            ("page id", batch.page_table, self._pool.num_pages),
             ("logit row", batch.logit_rows, len(batch.ids)),
         )
         for what, values, limit in limits:
@@ -134,13 +129,14 @@ class CpuFastRunner:
             raise ValueError(f"context {int(contexts.max())} exceeds {batch.page_table.shape[1]} pages")
         if (np.diff(starts) < 1).any() or (batch.positions[starts[1:] - 1] + 1 != contexts).any():
             raise ValueError("a sequence's last position must be context_len - 1, and each needs a token")
+        return self._pool
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         """Logits float32 [R, vocab_size], a view that the next call overwrites.
 
         Raises ValueError for ids, positions or pages out of range, before anything is computed.
         """
-        self._check(batch)
+        self._check(batch).reach(int(batch.page_table.max()))
         self._workspace.load(batch)
         self._team.run()
         return self._workspace.logits[: len(batch.logit_rows), : self.vocab_size]
@@ -149,11 +145,11 @@ class CpuFastRunner:
         """Copy pages in every layer, in order (a page may be source after it was destination)."""
         if self._pool is None:
             raise RuntimeError("allocate() the KV pool before copy_pages()")
-        pages = self._pool.reshape(len(self._image.layers), self._num_pages, self._image.page_bytes)
+        pages, num_pages = self._pool.pages, self._pool.num_pages
         for a, b in zip(src.tolist(), dst.tolist(), strict=True):
-            if not (0 <= a < self._num_pages and 0 <= b < self._num_pages):
-                raise ValueError(f"page copy {a} -> {b} outside 0..{self._num_pages - 1}")
-            pages[:, b] = pages[:, a]
+            if not (0 <= a < num_pages and 0 <= b < num_pages):
+                raise ValueError(f"page copy {a} -> {b} outside 0..{num_pages - 1}")
+            pages[b] = pages[a]
 
     def profile(self, on: bool) -> dict[str, tuple[float, float, float]]:
         """Switch the per-phase clocks on or off.
@@ -172,4 +168,6 @@ class CpuFastRunner:
     def close(self) -> None:
         """Stop the threads and free the pool. Idempotent."""
         self._team.close()
+        if self._pool is not None:
+            self._pool.close()
         self._pool = None

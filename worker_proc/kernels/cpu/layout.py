@@ -5,8 +5,9 @@ zero in weights and norms, so it stays zero in activations and no kernel has a t
 padded on its own, so that heads stay separate columns; in q and k, each of its halves (to 16), which
 are the partners of the rotary embedding.
 
-KV pool: ``[layer][page][K heads | V heads][page_size / 16]`` blocks of 16 tokens, each
-``head_pad * 32`` bytes, in the form the tiles multiply (``tiles.py``):
+KV pool: ``[page][layer][K heads | V heads][page_size / 16]`` blocks of 16 tokens, each
+``head_pad * 32`` bytes, in the form the tiles multiply (``tiles.py``). A page is one piece of memory over all
+layers, so the memory in use is one piece from the beginning on, which can be made real ahead (``pool.py``):
 
     K block: one column block whose columns are tokens:   [head_pad / 2][16 tokens][2]
     V block: head_pad / 16 column blocks of 8 pairs:      [head_pad / 16][8 pairs of tokens][16][2]
@@ -64,6 +65,7 @@ MODEL = np.dtype(
         ("activation_bytes", _I),
         ("page_size", _I),
         ("page_bytes", _I),
+        ("page_stride", _I),
         ("post_norms", _I),
         ("gelu", _I),
         ("embedding", _I),

@@ -64,6 +64,7 @@ class ModelImage:
         self.vocab_pad = pad32(shape.vocab)
         self.page_bytes = 2 * shape.num_kv_heads * page_size * self.head_pad * 2
         """Bytes of a page in one layer: K and V."""
+        self.page_stride = self.page_bytes * shape.num_layers
         self._isa = isa
         self._keep: list[Any] = []
         self._arena = Arena(self._arena_bytes(is_tied(decoder)), "packed weights")
@@ -148,7 +149,7 @@ class ModelImage:
         d, m = self.shape, self.models[0]
         for name in ("hidden", "num_heads", "num_kv_heads", "head_dim", "vocab", "embed_scale", "norm_eps"):
             m[name] = getattr(d, name)
-        for name in ("hidden_pad", "head_pad", "inner_pad", "vocab_pad", "page_bytes"):
+        for name in ("hidden_pad", "head_pad", "inner_pad", "vocab_pad", "page_bytes", "page_stride"):
             m[name] = getattr(self, name)
         m["activation_bytes"] = self._isa.activation_bytes
         m["num_layers"], m["page_size"], m["gelu"] = d.num_layers, page_size, int(d.gelu)

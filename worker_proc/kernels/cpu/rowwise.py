@@ -101,7 +101,7 @@ def clear_values(block: int, slot: int, head_pad: int) -> None:
 def block_address(kv: int, page: int, offset: int, head: int, model: Any) -> Any:
     """Address of the K block of a kv head that holds token ``offset`` of a page."""
     blocks = model.page_size // BLOCK_TOKENS
-    return kv + page * model.page_bytes + (head * blocks + offset // BLOCK_TOKENS) * model.head_pad * 32
+    return kv + page * model.page_stride + (head * blocks + offset // BLOCK_TOKENS) * model.head_pad * 32
 
 
 @jit

@@ -83,6 +83,22 @@ def atomic_store(tc: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), emit
 
 
+@intrinsic
+def write_back(tc: Any, address: Any) -> Any:
+    """Write to an int64 in memory what it holds, in one piece: the page is real then, and no other write is lost.
+
+    Compares with 0 and exchanges for 0. (LLVM makes a mere read of an addition of 0, and a page that is read only is
+    a page of zeros that all share.)
+    """
+
+    def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        zero = ir.Constant(I64, 0)
+        b.cmpxchg(_pointer(b, args[0]), zero, zero, "seq_cst", "seq_cst")
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
 CLOCK_MONOTONIC, CLOCK_THREAD_CPU = 1, 3
 """Linux's clocks: time, and processor time of the calling thread."""
 
@@ -150,9 +166,14 @@ def make_pause(machine: str) -> Any:
     return pause
 
 
+def futex_number(machine: str) -> int:
+    """The system call's number."""
+    return 202 if machine == "x86_64" else 98
+
+
 def make_futex(machine: str) -> Any:
     """``futex(address, operation, value)``: Linux's wait and wake on an int32 in memory."""
-    number = 202 if machine == "x86_64" else 98
+    number = futex_number(machine)
 
     @intrinsic
     def futex(tc: Any, address: Any, operation: Any, value: Any) -> Any:

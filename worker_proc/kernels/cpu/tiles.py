@@ -43,7 +43,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from worker_proc.kernels.cpu.isa import Isa
+from worker_proc.kernels.cpu.isa import L2, Isa
 from worker_proc.kernels.cpu.vector_ir import F32, I8, I32, I64, PTR, V16F, V16I, VOID, VectorEmitter
 
 PAIR_BYTES = 64
@@ -54,12 +54,10 @@ STEP_BYTES = PAIR_BYTES * STEP_PAIRS
 V_BLOCK_PAIRS = 8
 """Pairs in a column block of V: 16 tokens."""
 V_COLUMN_BYTES = PAIR_BYTES * V_BLOCK_PAIRS
-PREFETCH_BYTES = 16384
-"""How far ahead vector tiles ask for weights, into L2: eight steps of both column blocks. Of L1 and L2 and 1 to 32 KiB
-the best at 2 to 12 rows (8 rows: 12 % less time than 2 KiB ahead into L1, where the lines wait for too few
-fill buffers), and as good as any at one."""
 AMX_PREFETCH_BYTES = 2048
-"""The same for AMX, one step: best of 0..32 KiB."""
+"""How far ahead AMX tiles ask for weights, one step: best of 0..32 KiB. Vector tiles: ``Isa.prefetch_bytes``. On
+Intel's Emerald Rapids 16 KiB into L2 are the best of L1 and L2 and 1 to 32 KiB at 2 to 12 rows (8 rows: 12 % less time
+than 2 KiB ahead into L1, where the lines wait for too few fill buffers), and as good as any at one."""
 
 _ints = (types.int64,) * 10
 
@@ -122,7 +120,7 @@ def _look_ahead(e: VectorEmitter, ahead: Any, lines: Any, step: Any) -> None:
     """Ask for the ``lines`` cache lines of this step's share of what comes next."""
     at = e.b.add(ahead, e.b.mul(step, e.b.mul(lines, e.i64(64))))
     with cgutils.for_range(e.b, lines, intp=I64) as loop:
-        e.prefetch(e.at(at, loop.index, 64), locality=2)
+        e.prefetch(e.at(at, loop.index, 64), locality=L2)
 
 
 def make_vector_dot(isa: Isa, rows: int, prefetch: bool, one_block: bool = False) -> Any:
@@ -147,7 +145,7 @@ def make_vector_dot(isa: Isa, rows: int, prefetch: bool, one_block: bool = False
                         here = [e.at(base, inner.index, PAIR_BYTES) for base in bases]
                         if prefetch:
                             for address in here:
-                                e.prefetch(e.at(address, PREFETCH_BYTES), locality=2)
+                                e.prefetch(e.at(address, isa.prefetch_bytes), locality=isa.prefetch_into)
                         _multiply_pair(e, accs, [e.at(s, pair, 2 * isa.activation_bytes) for s in starts], here)
                 _spill(e, accs, e.at(out, 64 * blocks[0]), ldo)
             return ctx.get_dummy_value()
