@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.messages import unpack_i32
-from scheduler_proc.cost import StepCost, TokenCost
+from scheduler_proc.cost import TARGET_RATIO, StepCost, TokenCost
 from tests.unit.sched_support import PAGE, Rig, expected, request, rows
 
 P6 = [7, 8, 9, 10, 11, 12]
@@ -174,10 +174,15 @@ def test_idle_sends_nothing_and_sleeps() -> None:
     assert PAGE == 4
 
 
+STEP_S = 0.01
+TOKEN_S = (TARGET_RATIO - 1) * STEP_S / 100.5
+"""Beside one row that takes ``STEP_S``: 100 tokens, and 133 at the end of a prompt."""
+
+
 def chunks_of(rig: Rig, num_tokens: int) -> list[int]:
     """Prefill chunks of a prompt that arrives while another request decodes."""
     found: list[int] = []
-    rig.scheduler.state.cost = StepCost({1: 0.01}, TokenCost(0.0002))  # beside one row: 100 tokens, and 133 at the end
+    rig.scheduler.state.cost = StepCost({1: STEP_S}, TokenCost(TOKEN_S))
     rig.step(request("b", list(range(100, 100 + num_tokens)), max_tokens=2))
     for _ in range(12):
         for order in rig.turn():
@@ -197,7 +202,7 @@ def test_the_deeper_a_prompt_the_smaller_its_chunks() -> None:
     rig = Rig(pages=256, chunked_prefill_size=0)
     rig.step(request("a", P6, max_tokens=200))
     rig.turn()
-    rig.scheduler.state.cost = StepCost({1: 0.01}, TokenCost(0.0002, 0.0002 / 200))
+    rig.scheduler.state.cost = StepCost({1: STEP_S}, TokenCost(TOKEN_S, TOKEN_S / 200))
     rig.step(request("b", list(range(100, 500)), max_tokens=2))
     chunks, start = [], 0
     for _ in range(12):

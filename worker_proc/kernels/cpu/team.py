@@ -6,7 +6,7 @@ spin after each operation would take the cores away from the step and from the o
 Shared words, one cache line (64 bytes) each, from ``sync``:
     0 step number    1 threads asleep until the next step
     2 arrivals at the barrier, ever growing    3 threads asleep at the barrier
-    4 stop           5 pauses before a waiting thread sleeps
+    4 stop           5 nanoseconds before a waiting thread sleeps
     6..  two sets of claim counters, one word per thread
     then a place for each thread: a line with its core, the phases that it ended and the phase of its last move, and
     room for two affinity masks
@@ -28,9 +28,11 @@ from typing import Any
 
 from worker_proc.kernels.cpu.kernels import KernelSet, jit
 from worker_proc.kernels.cpu.scalar import (
+    CLOCK_MONOTONIC,
     atomic_add,
     atomic_load,
     atomic_store,
+    clock_ns,
     current_core,
     get_affinity,
     set_affinity,
@@ -40,8 +42,9 @@ LINE = 64
 STEP, STEP_SLEEPERS, ARRIVALS, SLEEPERS, STOP, SPIN, COUNTERS = (i * LINE for i in range(7))
 FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
 EVERYONE = 1 << 20
-DEFAULT_SPIN = 1000
-"""Pauses; about 50 microseconds where a pause takes 140 cycles."""
+DEFAULT_SPIN_NS = 50_000
+PAUSES = 16
+"""Between two looks at the clock. A pause takes 140 cycles on one kind of core and 60 on another."""
 MASK_BYTES = 128
 """Room for 1,024 cores; on more nobody moves."""
 PLACE = LINE + 2 * MASK_BYTES
@@ -120,13 +123,16 @@ def make_waiting(kernels: KernelSet) -> tuple[Any, Any, Any]:
     pause, futex = kernels.pause, kernels.futex
 
     @kernels.jit
-    def spin_until(word: int, target: int, spin: int) -> bool:
-        """Whether the word is at least ``target`` within ``spin`` pauses."""
-        for _ in range(spin):
-            if atomic_load(word) >= target:
-                return True
-            pause()
-        return False
+    def spin_until(word: int, target: int, spin_ns: int) -> bool:
+        """Whether the word is at least ``target`` within ``spin_ns``."""
+        start = clock_ns(CLOCK_MONOTONIC)
+        while True:
+            for _ in range(PAUSES):
+                if atomic_load(word) >= target:
+                    return True
+                pause()
+            if clock_ns(CLOCK_MONOTONIC) - start >= spin_ns:
+                return False
 
     @kernels.jit
     def sleep_until(word: int, sleepers: int, target: int) -> None:

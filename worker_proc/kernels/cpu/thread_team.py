@@ -24,7 +24,7 @@ class ThreadTeam:
         words = np.zeros(team.sync_bytes(num_threads) // 8 + 8, np.int64)
         skip = -words.ctypes.data % team.LINE // 8
         self._words = words[skip:]
-        self._words[team.SPIN // 8] = team.DEFAULT_SPIN
+        self._words[team.SPIN // 8] = team.DEFAULT_SPIN_NS
         self._sync = int(self._words.ctypes.data)
         self._phase = 0
         self._closed = False
