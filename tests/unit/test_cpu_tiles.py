@@ -49,14 +49,16 @@ def test_a_row_has_the_same_sums_in_a_tile_of_any_height(chosen: isa.Isa) -> Non
         assert np.array_equal(sums(0, count).view(np.int32), alone[:count].view(np.int32))
 
 
-def assembly(chosen: isa.Isa, triple: str, cpu: str, features: str, rows: int, one_block: bool = False) -> str:
+def assembly(
+    chosen: isa.Isa, triple: str, cpu: str, features: str, rows: int, one_block: bool = False, pages: bool = False
+) -> str:
     """Machine code of a tile for any processor, as text."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     module = ir.Module()
     function = ir.Function(module, ir.FunctionType(VOID, [I64] * 10), "tile")
     builder = ir.IRBuilder(function.append_basic_block())
-    _, emit = tiles.make_vector_dot(chosen, rows, False, one_block)._defn(None, *(types.int64,) * 10)
+    _, emit = tiles.make_vector_dot(chosen, rows, False, one_block, pages)._defn(None, *(types.int64,) * 10)
     emit(SimpleNamespace(get_dummy_value=lambda: None), builder, None, function.args)
     builder.ret_void()
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=3)
@@ -103,3 +105,14 @@ def test_tiles_of_one_column_block_keep_their_sums_in_registers(rows: int) -> No
 def test_avx512_tiles_keep_their_sums_in_registers(rows: int) -> None:
     loops = inner_loops(assembly(isa.AVX512, "x86_64-unknown-linux-gnu", "skylake-avx512", "", rows), "vfmadd")
     assert loops and all("(%rsp" not in loop for loop in loops)
+
+
+@pytest.mark.parametrize("rows", isa.AVX512_BF16.row_tiles)
+@pytest.mark.parametrize("pages", [False, True])
+def test_tiles_of_amd_keep_their_sums_in_registers_and_ask_for_a_line_of_each_page(rows: int, pages: bool) -> None:
+    code = assembly(isa.AVX512_BF16, "x86_64-unknown-linux-gnu", "znver4", "", rows, pages=pages)
+    loops = inner_loops(code, "vdpbf16ps")
+    assert loops and all("(%rsp" not in loop for loop in loops)
+    for loop in loops:
+        turns = loop.count("vdpbf16ps") // (2 * rows)
+        assert loop.count("prefetchnta") == (2 * turns if pages else 0)

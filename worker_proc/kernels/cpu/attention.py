@@ -93,31 +93,79 @@ def find_blocks(seq: int, segment: int, count: int, head: int, model: Any, layer
         blocks[1, b] = blocks[0, b] + model.page_bytes // 2
 
 
+@jit
+def segment_ahead(seq: int, number: int, last: int, head: int, model: Any, layer: Any, step: Any, own: Any) -> Any:
+    """Addresses of a segment's K blocks up to position ``last`` into ``blocks[2]``; how many."""
+    pages = carray(i32_pointer(step.page_table), (step.num_seqs, step.table_width))
+    ahead = carray(i64_pointer(own.blocks), (3, SEGMENT_BLOCKS))[2]
+    reach = min(SEGMENT_TOKENS, last + 1 - number * SEGMENT_TOKENS)
+    count = max(0, (reach + BLOCK_TOKENS - 1) // BLOCK_TOKENS)
+    for b in range(count):
+        position = number * SEGMENT_TOKENS + b * BLOCK_TOKENS
+        page = pages[seq, position // model.page_size]
+        ahead[b] = block_address(layer.kv, page, position % model.page_size, head, model)
+    return count
+
+
+@jit
+def work_ahead(work: int, model: Any, layer: Any, step: Any, own: Any) -> Any:
+    """The same of the first segment that a piece of work attends to, if there is such a piece."""
+    counts = carray(i32_pointer(step.counts), (2,))
+    items = carray(i32_pointer(step.items), (step.num_tokens + step.partial_rows, ITEM_FIELDS))
+    positions = carray(i32_pointer(step.positions), (step.num_tokens,))
+    if work >= counts[NUM_ITEMS] * model.num_kv_heads:
+        return 0
+    item, head = items[work // model.num_kv_heads], work % model.num_kv_heads
+    token, number = item[ITEM_FIRST], item[ITEM_SEGMENT]
+    if number == WHOLE:
+        number = first_visible(positions[token], layer.window) // SEGMENT_TOKENS
+    else:
+        token = carray(i32_pointer(step.split_tokens), (step.num_tokens,))[token]
+    return segment_ahead(item[ITEM_SEQ], number, positions[token], head, model, layer, step, own)
+
+
 def make_segment(kernels: KernelSet) -> Any:
-    """``segment(...)``: one segment for an item's rows; leaves (state, o) in scratch."""
+    """``segment(...)``: one segment for an item's rows; leaves (state, o) in scratch.
+
+    Scattered pages defeat the hardware's prefetching, so while it computes it asks for this segment's V, and for the
+    K of the segment that the thread attends to next: ``num_ahead`` blocks whose addresses are in ``blocks[2]``. With
+    ``Isa.asks_for_pages`` the tiles do it as they multiply: V's lines with the scores, those of the next K with the
+    sums over V. Else it is asked for in bursts, into L2; then ``fresh`` is false where V is there already.
+    """
     qk_rows, weigh_rows, prefetch_lines = kernels.qk_rows, kernels.weigh_rows, kernels.prefetch_lines
     score_peak, score_powers = kernels.score_peak, kernels.score_powers
-    activation_bytes = kernels.isa.activation_bytes
+    activation_bytes, streams = kernels.isa.activation_bytes, kernels.isa.asks_for_pages
     p_row = SEGMENT_TOKENS * activation_bytes
 
     @kernels.jit
     def score(
-        rows: int, count: int, head_pad: int, head_bytes: int, q: int, blocks: Any, scores: int, fresh: bool
-    ) -> None:
+        rows: int, count: int, head_pad: int, q: int, blocks: Any, scores: int, fresh: bool, ahead: Any,
+        num_ahead: int,
+    ) -> None:  # fmt: skip
         ldq = head_pad * activation_bytes
+        lines = head_pad // 2
+        for b in range(count, num_ahead):
+            prefetch_lines(ahead[b], lines, PAIR_BYTES)
+        for b in range(num_ahead, count):
+            ahead[b] = blocks[1, b]
         for b in range(0, count, 2):
             k0 = blocks[0, b]
             k1 = blocks[0, b + 1] if b + 1 < count else k0  # an odd last block fills a masked column
-            # Scattered pages defeat the hardware's prefetching: ask for this segment's V, and for the K of
-            # the next head, which is the thread's next item (after the last head's K lies the first V).
-            if fresh:
-                for at in (b, min(b + 1, count - 1)):
-                    prefetch_lines(blocks[1, at], head_pad // 2, PAIR_BYTES)
-                    prefetch_lines(blocks[0, at] + head_bytes, head_pad // 2, PAIR_BYTES)
+            v0, v1 = blocks[1, b], blocks[1, min(b + 1, count - 1)]
+            if not streams:
+                for at in range(b, min(b + 2, num_ahead)):
+                    prefetch_lines(ahead[at], lines, PAIR_BYTES)
+                if fresh:
+                    prefetch_lines(v0, lines, PAIR_BYTES)
+                    prefetch_lines(v1, lines, PAIR_BYTES)
             r = 0
             while r < rows:
                 out = scores + r * SCORE_ROW + b * 64
-                r += qk_rows(rows - r, q + r * ldq, ldq, k0, k1, head_pad // 32, STEP_BYTES, out, SCORE_ROW, 0, 0)
+                at = q + r * ldq
+                if streams:
+                    r += qk_rows(rows - r, at, ldq, k0, k1, head_pad // 32, STEP_BYTES, out, SCORE_ROW, v0, v1)
+                else:
+                    r += qk_rows(rows - r, at, ldq, k0, k1, head_pad // 32, STEP_BYTES, out, SCORE_ROW, 0, 0)
 
     @kernels.jit
     def weigh(rows: int, count: int, head_pad: int, p: int, blocks: Any, o: int) -> None:
@@ -131,8 +179,8 @@ def make_segment(kernels: KernelSet) -> Any:
 
     @kernels.jit
     def segment(
-        tokens: Any, count: int, seq: int, number: int, head: int, fresh: bool, model: Any, layer: Any, step: Any,
-        own: Any,
+        tokens: Any, count: int, seq: int, number: int, head: int, fresh: bool, num_ahead: int, model: Any,
+        layer: Any, step: Any, own: Any,
     ) -> None:  # fmt: skip
         positions = carray(i32_pointer(step.positions), (step.num_tokens,))
         group = model.num_heads // model.num_kv_heads
@@ -141,10 +189,12 @@ def make_segment(kernels: KernelSet) -> Any:
         for t in range(count):
             reach = max(reach, min(SEGMENT_TOKENS, positions[tokens[t]] + 1 - start))
         num_blocks = (reach + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-        blocks = carray(i64_pointer(own.blocks), (2, SEGMENT_BLOCKS))
+        blocks = carray(i64_pointer(own.blocks), (3, SEGMENT_BLOCKS))
         find_blocks(seq, number, num_blocks, head, model, layer, step, blocks)
-        head_bytes = model.page_size * model.head_pad * 2
-        score(count * group, num_blocks, model.head_pad, head_bytes, own.q, blocks, own.scores, fresh)
+        ahead = carray(i64_pointer(own.blocks), (3, SEGMENT_BLOCKS))[2]
+        score(
+            count * group, num_blocks, model.head_pad, own.q, blocks, own.scores, fresh, ahead, num_ahead,
+        )  # fmt: skip
         for t in range(count):
             position = positions[tokens[t]]
             lo = max(0, first_visible(position, layer.window) - start)
@@ -174,15 +224,23 @@ def _make_whole(kernels: KernelSet, segment: Any) -> Any:
 
     @kernels.jit
     def whole(
-        tokens: Any, count: int, seq: int, head: int, fresh: bool, model: Any, layer: Any, step: Any, own: Any
+        tokens: Any, count: int, seq: int, work: int, fresh: bool, model: Any, layer: Any, step: Any, own: Any
     ) -> None:
+        head = work % model.num_kv_heads
         positions = carray(i32_pointer(step.positions), (step.num_tokens,))
         group = model.num_heads // model.num_kv_heads
         vectors = model.head_pad // 16
         reset_running(own.state_run, own.o_run, count * group, model.head_pad)
         first = first_visible(positions[tokens[0]], layer.window) // SEGMENT_TOKENS
-        for number in range(first, num_segments(positions[tokens[count - 1]] + 1)):
-            segment(tokens, count, seq, number, head, fresh, model, layer, step, own)
+        last = positions[tokens[count - 1]]
+        end = num_segments(last + 1)
+        for number in range(first, end):
+            num_ahead = 0
+            if number + 1 == end:
+                num_ahead = work_ahead(work + 1, model, layer, step, own)
+            elif fresh:
+                num_ahead = segment_ahead(seq, number + 1, last, head, model, layer, step, own)
+            segment(tokens, count, seq, number, head, fresh, num_ahead, model, layer, step, own)
             for r in range(count * group):
                 o = r * model.head_pad * 4
                 merge_row(own.state_run + r * 8, own.o_run + o, own.state + r * 8, own.o + o, vectors)
@@ -202,7 +260,7 @@ def _make_split(kernels: KernelSet, segment: Any) -> Any:
 
     @kernels.jit
     def split(
-        first: int, count: int, seq: int, number: int, head: int, model: Any, layer: Any, step: Any, own: Any
+        first: int, count: int, seq: int, number: int, work: int, model: Any, layer: Any, step: Any, own: Any
     ) -> None:
         tokens = carray(i32_pointer(step.split_tokens), (step.num_tokens,))[first:]
         base = carray(i32_pointer(step.split_base), (step.num_tokens,))[first:]
@@ -214,8 +272,10 @@ def _make_split(kernels: KernelSet, segment: Any) -> Any:
         if reach <= 0:
             return  # outside of every row's window; ``join`` begins after it
         group = model.num_heads // model.num_kv_heads
+        head = work % model.num_kv_heads
         gather_queries(tokens, count, head, group, model, step, own.q)
-        segment(tokens, count, seq, number, head, True, model, layer, step, own)
+        num_ahead = work_ahead(work + 1, model, layer, step, own)
+        segment(tokens, count, seq, number, head, True, num_ahead, model, layer, step, own)
         states = carray(f32_pointer(own.state), (ITEM_ROWS, 2))
         for t in range(count):
             for g in range(group):
@@ -280,19 +340,19 @@ def make_attention(kernels: KernelSet) -> tuple[Any, Any]:
             if work < 0:
                 break
             item = items[work // model.num_kv_heads]
-            head = work % model.num_kv_heads
             if item[ITEM_SEGMENT] == WHOLE:
                 for t in range(item[ITEM_COUNT]):
                     tokens[t] = item[ITEM_FIRST] + t
                 # A sequence's later items find its K and V in the second-level cache.
                 visits = visits + 1 if item[ITEM_SEQ] == seq else 0
                 seq = item[ITEM_SEQ]
-                gather_queries(tokens, item[ITEM_COUNT], head, group, model, step, own.q)
-                whole(tokens, item[ITEM_COUNT], seq, head, visits < model.num_kv_heads, model, layer, step, own)
+                gather_queries(tokens, item[ITEM_COUNT], work % model.num_kv_heads, group, model, step, own.q)
+                fresh = visits < model.num_kv_heads
+                whole(tokens, item[ITEM_COUNT], seq, work, fresh, model, layer, step, own)
             else:
                 split(
-                    item[ITEM_FIRST], item[ITEM_COUNT], item[ITEM_SEQ], item[ITEM_SEGMENT], head, model, layer,
-                    step, own,
+                    item[ITEM_FIRST], item[ITEM_COUNT], item[ITEM_SEQ], item[ITEM_SEGMENT], work, model, layer, step,
+                    own,
                 )  # fmt: skip
 
     return attend, _make_join(kernels)

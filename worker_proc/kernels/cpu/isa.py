@@ -54,6 +54,9 @@ class Isa:
     """:data:`L2`, or :data:`PASSING`: the first-level cache alone, so that the weights, more than all caches hold, do
     not push out what the other processes will need again."""
 
+    asks_for_pages: bool = False
+    """Attention's tiles ask for the next K and V line by line while they multiply."""
+
     @property
     def activation_bytes(self) -> int:
         """Bytes of an element of the rows that tiles multiply. float32 ones need no widening for each panel that
@@ -68,8 +71,9 @@ class Isa:
 
 AMX = Isa("amx_bf16", "amx", (32, 16), True, True)
 AVX512_BF16 = Isa(
-    "avx512_bf16", "vdpbf16ps", (12, 8, 4, 3, 2, 1), True, True, prefetch_bytes=4096, prefetch_into=PASSING
-)
+    "avx512_bf16", "vdpbf16ps", (12, 8, 4, 3, 2, 1), True, True, prefetch_bytes=4096, prefetch_into=PASSING,
+    asks_for_pages=True,
+)  # fmt: skip
 """For AMD's cores. Where weights pass by the caches of a Zen 5, the other processes take a fifth less processor
 time for a token (docs/cpu.md)."""
 AVX512_BF16_FMA = Isa("avx512_bf16_fma", "fma", (12, 8, 4, 3, 2, 1), True, True)

@@ -79,7 +79,7 @@ class KernelSet:
     panel's blocks lie apart (else None)."""
     dot_block_first: Any
     qk_rows: Kernel
-    """The same under attention's tile configuration."""
+    """The same for attention: under its tile configuration, or asking for pages."""
     weigh_rows: Kernel
     """(n, p, ldp, blocks, num_blocks, offset, out, ldo) -> rows done."""
     epilogues: dict[str, Kernel]
@@ -174,7 +174,7 @@ def _tile_functions(isa: Isa) -> tuple[Any, ...]:
         def make(rows: int) -> Any:
             if isa.dot == "amx":
                 return tiles.make_amx_dot(isa, rows, prefetch, attention)
-            return tiles.make_vector_dot(isa, rows, prefetch)
+            return tiles.make_vector_dot(isa, rows, prefetch, pages=attention)
 
         used = [(least, rows) for least, rows in limits if rows <= most_first] if prefetch else limits
         return _dot_chain(f"{isa.name}_{tag}", [(least, rows, make(rows)) for least, rows in used])
@@ -182,7 +182,7 @@ def _tile_functions(isa: Isa) -> tuple[Any, ...]:
     make_weigh = tiles.make_amx_weigh if isa.dot == "amx" else tiles.make_vector_weigh
     weigh = _weigh_chain(f"{isa.name}_weigh", [(least, rows, make_weigh(isa, rows)) for least, rows in limits])
     plain = dot("plain", False, False)
-    qk = dot("qk", False, True) if isa.dot == "amx" else plain
+    qk = dot("qk", False, True) if isa.dot == "amx" or isa.asks_for_pages else plain
     return plain, dot("first", True, False), qk, weigh, block("block", False), block("block_first", True)
 
 

@@ -172,7 +172,7 @@ def _scratch_parts(head_pad: int, activation_bytes: int) -> dict[str, int]:
         "o_run": ITEM_ROWS * head_pad * 4,
         "state": ITEM_ROWS * 8,
         "state_run": ITEM_ROWS * 8,
-        "blocks": 2 * SEGMENT_BLOCKS * 8,
+        "blocks": 3 * SEGMENT_BLOCKS * 8,
         "tokens": ITEM_ROWS * 4,
     }
 

@@ -44,6 +44,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from worker_proc.kernels.cpu.isa import L2, Isa
+from worker_proc.kernels.cpu.layout import SEGMENT_BLOCKS
 from worker_proc.kernels.cpu.vector_ir import F32, I8, I32, I64, PTR, V16F, V16I, VOID, VectorEmitter
 
 PAIR_BYTES = 64
@@ -123,8 +124,11 @@ def _look_ahead(e: VectorEmitter, ahead: Any, lines: Any, step: Any) -> None:
         e.prefetch(e.at(at, loop.index, 64), locality=L2)
 
 
-def make_vector_dot(isa: Isa, rows: int, prefetch: bool, one_block: bool = False) -> Any:
-    """``dot`` for a fixed number of rows, on vector registers. ``one_block``: only ``w0``, so out[M, 16]."""
+def make_vector_dot(isa: Isa, rows: int, prefetch: bool, one_block: bool = False, pages: bool = False) -> Any:
+    """``dot`` for a fixed number of rows, on vector registers. ``one_block``: only ``w0``, so out[M, 16].
+
+    ``pages``: ``ahead`` and ``lines`` are the addresses of two blocks of K or V, of which each pair asks for a line.
+    """
 
     @intrinsic
     def dot(
@@ -138,7 +142,7 @@ def make_vector_dot(isa: Isa, rows: int, prefetch: bool, one_block: bool = False
                 starts = _row_starts(e, x, ldx, rows)
                 with cgutils.for_range(b, steps, intp=I64) as outer:
                     bases = [b.add((w0, w1)[j], b.mul(outer.index, w_step)) for j in blocks]
-                    if not prefetch and blocks[0] == 0:
+                    if not prefetch and not pages and blocks[0] == 0:
                         _look_ahead(e, ahead, lines, outer.index)
                     with cgutils.for_range(b, e.i64(STEP_PAIRS), intp=I64) as inner:
                         pair = b.add(b.mul(outer.index, e.i64(STEP_PAIRS)), inner.index)
@@ -146,6 +150,9 @@ def make_vector_dot(isa: Isa, rows: int, prefetch: bool, one_block: bool = False
                         if prefetch:
                             for address in here:
                                 e.prefetch(e.at(address, isa.prefetch_bytes), locality=isa.prefetch_into)
+                        if pages:
+                            for block in (ahead, lines):
+                                e.prefetch(e.at(block, pair, PAIR_BYTES), locality=isa.prefetch_into)
                         _multiply_pair(e, accs, [e.at(s, pair, 2 * isa.activation_bytes) for s in starts], here)
                 _spill(e, accs, e.at(out, 64 * blocks[0]), ldo)
             return ctx.get_dummy_value()
@@ -156,7 +163,11 @@ def make_vector_dot(isa: Isa, rows: int, prefetch: bool, one_block: bool = False
 
 
 def make_vector_weigh(isa: Isa, rows: int) -> Any:
-    """``weigh`` for a fixed number of rows, on vector registers."""
+    """``weigh`` for a fixed number of rows, on vector registers.
+
+    With ``Isa.asks_for_pages`` the addresses of as many other blocks lie ``SEGMENT_BLOCKS`` after those of
+    ``blocks``, and it asks for the same two columns' share of each.
+    """
 
     @intrinsic
     def weigh(tc: Any, p: Any, ldp: Any, blocks: Any, num_blocks: Any, offset: Any, out: Any, ldo: Any) -> Any:
@@ -172,6 +183,11 @@ def make_vector_weigh(isa: Isa, rows: int) -> Any:
                         pair = b.add(b.mul(outer.index, e.i64(V_BLOCK_PAIRS)), inner.index)
                         here = e.at(base, inner.index, PAIR_BYTES)
                         w = [e.at(here, j * V_COLUMN_BYTES) for j in columns]
+                        if isa.asks_for_pages:
+                            other = e.load(e.at(e.at(blocks, SEGMENT_BLOCKS * 8), outer.index, 8), I64, align=8)
+                            line = e.at(b.add(other, offset), inner.index, 2 * PAIR_BYTES)
+                            e.prefetch(line, locality=isa.prefetch_into)
+                            e.prefetch(e.at(line, PAIR_BYTES), locality=isa.prefetch_into)
                         _multiply_pair(e, accs, [e.at(s, pair, 2 * isa.activation_bytes) for s in starts], w)
                 _spill(e, accs, e.at(out, 64 * columns[0]), ldo)
             return ctx.get_dummy_value()
