@@ -9,7 +9,7 @@ Where to begin reading, from the outside in
     thread_team.py     the threads; team.py: claims, barrier, sleeping
     forward.py         the phases of a step in order
     gemm.py            linear layers; rowwise.py: norms, rotary embedding, K and V to pages
-    attention.py       paged attention; attention_plan.py: its work items
+    attention.py       paged attention; attention_plan.py: its work items; attention_pages.py: where K and V lie
     kernels.py         the micro-kernels of one instruction set (isa.py): tiles.py, epilogue.py, rows.py,
                        written in vector_ir.py's and scalar.py's vocabulary
     step_function.py   the step made ready while the rest of a start goes on; compile_beside.py: by another process

@@ -22,10 +22,18 @@ from typing import Any
 import numpy as np
 from numba import carray
 
+from worker_proc.kernels.cpu.attention_pages import (
+    AHEAD,
+    find_blocks,
+    first_visible,
+    segment_ahead,
+    work_ahead,
+)
 from worker_proc.kernels.cpu.attention_plan import num_segments
 from worker_proc.kernels.cpu.epilogue import MASKED
 from worker_proc.kernels.cpu.kernels import KernelSet, jit
 from worker_proc.kernels.cpu.layout import (
+    BLOCK_LISTS,
     BLOCK_TOKENS,
     ITEM_COUNT,
     ITEM_FIELDS,
@@ -40,18 +48,11 @@ from worker_proc.kernels.cpu.layout import (
     STATE_FLOATS,
     WHOLE,
 )
-from worker_proc.kernels.cpu.rowwise import block_address
 from worker_proc.kernels.cpu.scalar import f32_pointer, i32_pointer, i64_pointer
 from worker_proc.kernels.cpu.team import next_item
 from worker_proc.kernels.cpu.tiles import PAIR_BYTES, STEP_BYTES, V_COLUMN_BYTES
 
 SCORE_ROW = SEGMENT_TOKENS * 4
-
-
-@jit
-def first_visible(position: int, window: int) -> int:
-    """The first position a token sees."""
-    return max(0, position + 1 - window) if window > 0 else 0
 
 
 @jit
@@ -82,53 +83,11 @@ def reset_running(state: int, o: int, rows: int, head_pad: int) -> None:
         outputs[i] = np.float32(0)
 
 
-@jit
-def find_blocks(seq: int, segment: int, count: int, head: int, model: Any, layer: Any, step: Any, blocks: Any) -> None:
-    """Addresses of a segment's K blocks (blocks[0]) and V blocks (blocks[1])."""
-    pages = carray(i32_pointer(step.page_table), (step.num_seqs, step.table_width))
-    for b in range(count):
-        position = segment * SEGMENT_TOKENS + b * BLOCK_TOKENS
-        page = pages[seq, position // model.page_size]
-        blocks[0, b] = block_address(layer.kv, page, position % model.page_size, head, model)
-        blocks[1, b] = blocks[0, b] + model.page_bytes // 2
-
-
-@jit
-def segment_ahead(seq: int, number: int, last: int, head: int, model: Any, layer: Any, step: Any, own: Any) -> Any:
-    """Addresses of a segment's K blocks up to position ``last`` into ``blocks[2]``; how many."""
-    pages = carray(i32_pointer(step.page_table), (step.num_seqs, step.table_width))
-    ahead = carray(i64_pointer(own.blocks), (3, SEGMENT_BLOCKS))[2]
-    reach = min(SEGMENT_TOKENS, last + 1 - number * SEGMENT_TOKENS)
-    count = max(0, (reach + BLOCK_TOKENS - 1) // BLOCK_TOKENS)
-    for b in range(count):
-        position = number * SEGMENT_TOKENS + b * BLOCK_TOKENS
-        page = pages[seq, position // model.page_size]
-        ahead[b] = block_address(layer.kv, page, position % model.page_size, head, model)
-    return count
-
-
-@jit
-def work_ahead(work: int, model: Any, layer: Any, step: Any, own: Any) -> Any:
-    """The same of the first segment that a piece of work attends to, if there is such a piece."""
-    counts = carray(i32_pointer(step.counts), (2,))
-    items = carray(i32_pointer(step.items), (step.num_tokens + step.partial_rows, ITEM_FIELDS))
-    positions = carray(i32_pointer(step.positions), (step.num_tokens,))
-    if work >= counts[NUM_ITEMS] * model.num_kv_heads:
-        return 0
-    item, head = items[work // model.num_kv_heads], work % model.num_kv_heads
-    token, number = item[ITEM_FIRST], item[ITEM_SEGMENT]
-    if number == WHOLE:
-        number = first_visible(positions[token], layer.window) // SEGMENT_TOKENS
-    else:
-        token = carray(i32_pointer(step.split_tokens), (step.num_tokens,))[token]
-    return segment_ahead(item[ITEM_SEQ], number, positions[token], head, model, layer, step, own)
-
-
 def make_segment(kernels: KernelSet) -> Any:
     """``segment(...)``: one segment for an item's rows; leaves (state, o) in scratch.
 
     Scattered pages defeat the hardware's prefetching, so while it computes it asks for this segment's V, and for the
-    K of the segment that the thread attends to next: ``num_ahead`` blocks whose addresses are in ``blocks[2]``. With
+    K of the segment that the thread attends to next: ``num_ahead`` blocks, addresses in ``blocks[AHEAD]``. With
     ``Isa.asks_for_pages`` the tiles do it as they multiply: V's lines with the scores, those of the next K with the
     sums over V. Else it is asked for in bursts, into L2; then ``fresh`` is false where V is there already.
     """
@@ -139,9 +98,10 @@ def make_segment(kernels: KernelSet) -> Any:
 
     @kernels.jit
     def score(
-        rows: int, count: int, head_pad: int, q: int, blocks: Any, scores: int, fresh: bool, ahead: Any,
+        rows: int, count: int, head_pad: int, q: int, blocks: Any, scores: int, fresh: bool,
         num_ahead: int,
     ) -> None:  # fmt: skip
+        ahead = blocks[AHEAD]
         ldq = head_pad * activation_bytes
         lines = head_pad // 2
         for b in range(count, num_ahead):
@@ -189,11 +149,10 @@ def make_segment(kernels: KernelSet) -> Any:
         for t in range(count):
             reach = max(reach, min(SEGMENT_TOKENS, positions[tokens[t]] + 1 - start))
         num_blocks = (reach + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-        blocks = carray(i64_pointer(own.blocks), (3, SEGMENT_BLOCKS))
+        blocks = carray(i64_pointer(own.blocks), (BLOCK_LISTS, SEGMENT_BLOCKS))
         find_blocks(seq, number, num_blocks, head, model, layer, step, blocks)
-        ahead = carray(i64_pointer(own.blocks), (3, SEGMENT_BLOCKS))[2]
         score(
-            count * group, num_blocks, model.head_pad, own.q, blocks, own.scores, fresh, ahead, num_ahead,
+            count * group, num_blocks, model.head_pad, own.q, blocks, own.scores, fresh, num_ahead,
         )  # fmt: skip
         for t in range(count):
             position = positions[tokens[t]]

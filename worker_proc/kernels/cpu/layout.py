@@ -26,6 +26,8 @@ BLOCK_TOKENS = 16
 SEGMENT_TOKENS = 128
 """Context is attended in segments by absolute position; results join in position order."""
 SEGMENT_BLOCKS = SEGMENT_TOKENS // BLOCK_TOKENS
+BLOCK_LISTS = 3
+"""Lists of block addresses in a thread's scratch (``attention_pages.py``)."""
 ITEM_ROWS = 32
 """Query rows (tokens x heads of a group) that attention handles together."""
 ROW_PADDING = 32
@@ -172,7 +174,7 @@ def _scratch_parts(head_pad: int, activation_bytes: int) -> dict[str, int]:
         "o_run": ITEM_ROWS * head_pad * 4,
         "state": ITEM_ROWS * 8,
         "state_run": ITEM_ROWS * 8,
-        "blocks": 3 * SEGMENT_BLOCKS * 8,
+        "blocks": BLOCK_LISTS * SEGMENT_BLOCKS * 8,
         "tokens": ITEM_ROWS * 4,
     }
 
