@@ -203,6 +203,8 @@ class Exchange:
         self.sending_since = 0.0
         """time.monotonic() since when a write to the client is unfinished; 0: none is."""
         self.cut_off: Callable[[], None] | None = None
+        self.prompt_param = "prompt"
+        """The field of the request that the prompts came in."""
         self._limit_bytes = limit_bytes
         self._pending: list[Delta] = []
         self._pending_bytes = 0

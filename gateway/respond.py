@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
@@ -114,13 +115,20 @@ class EngineReply(Response):
 
         return cut
 
+    def _error(self, deltas: list[Delta]) -> ErrorInfo | None:
+        """The first error among the endings, with the prompt's field as the client knows it."""
+        error = first_error(deltas)
+        if error is not None and error.param == "prompt":  # the engine's word for whatever the ids came from
+            return msgspec.structs.replace(error, param=self._exchange.prompt_param)
+        return error
+
     async def _accepted(self) -> ErrorInfo | None:
         """Wait until headers may go out; the error that goes out instead, if one."""
         exchange = self._exchange
         deadline: float | None = None
         while not exchange.gone:
             self._ready += exchange.take()
-            if error := first_error(self._ready):
+            if error := self._error(self._ready):
                 return error
             num_waiting = sum(not record.accepted and record.finish is None for record in exchange.records)
             if num_waiting == 0:
@@ -142,7 +150,7 @@ class EngineReply(Response):
         new = self._ready
         while True:
             self._observe(new, time.monotonic())
-            if error := first_error(self._ready):
+            if error := self._error(self._ready):
                 await error_response(error)(scope, receive, send)
                 return
             if exchange.gone:
@@ -165,7 +173,7 @@ class EngineReply(Response):
             deltas += exchange.take()
             done = False
             if exchange.ended:
-                if error := first_error(deltas):
+                if error := self._error(deltas):
                     await self._send(send, body + b"data: " + error_json(error) + b"\n\n", time.monotonic(), more=False)
                     return
                 done = exchange.finished

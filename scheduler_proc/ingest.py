@@ -105,7 +105,7 @@ class Ingest:
                 f"the prompt has {req.prompt_len} tokens and the KV cache holds {pool.max_tokens} in all;"
                 " shorten the prompt or raise --max-total-tokens"
             )
-            return ErrorInfo(status=400, message=words, code="context_length_exceeded", param="messages")
+            return ErrorInfo(status=400, message=words, code="context_length_exceeded", param="prompt")
         return None
 
     def _complete_already(self, req: Req) -> Finish | None:

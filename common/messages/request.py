@@ -94,4 +94,5 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     message: str
     code: str | None = None
     param: str | None = None
+    """The field at fault. The engine's ``prompt`` is whatever field the ids came from: the gateway names it."""
     retry_after_s: float | None = None

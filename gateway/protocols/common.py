@@ -149,6 +149,8 @@ class Plan:
     """The client's own names of the generations, one per prompt; empty: made from ``call_id``."""
     own_params: Sequence[PromptParams] = ()
     """One per prompt, in place of the fields of the same names; empty: all have the same."""
+    prompt_param: str = "prompt"
+    """The field that the prompts came in."""
 
     def exchange(self, deps: Deps) -> Exchange:
         """One OpenRequest per prompt and choice; choice index = prompt index * n + choice of the prompt.
@@ -164,6 +166,7 @@ class Plan:
             )
         engine, now = deps.engine, time.time()
         exchange = Exchange(time.monotonic(), deps.config.http.stream_buffer_bytes)
+        exchange.prompt_param = self.prompt_param
         drawn = draw_seed()
         for index in range(total):
             prompt, choice = divmod(index, self.n)

@@ -186,7 +186,8 @@ async def generate(request: Request, deps: Deps) -> Response:
         raise RequestError(f"the rid {body.rid!r} is already in use", status=409, param="rid")
     model = deps.engine.check_accepting()
     prompts = body.text if body.text is not None else body.input_ids or []
-    raw = data.get("text") if body.text is not None else data.get("input_ids")
+    prompt_param = "text" if body.text is not None else "input_ids"
+    raw = data.get(prompt_param)
     asks = _asks(body, len(prompts))
     natives = several_params or [body.sampling_params or NativeSampling()]
     if several_params is not None:
@@ -200,7 +201,7 @@ async def generate(request: Request, deps: Deps) -> Response:
     else:
         own = [_prompt_params(natives[i % len(natives)], ask, model) for i, ask in enumerate(asks)]
     several = several_params is not None or n > 1 or (isinstance(raw, list) and isinstance(raw[0], (list, str)))
-    engine_form: list[Prompt] = engine_prompts(prompts, model, True)
+    engine_form: list[Prompt] = engine_prompts(prompts, model, True, prompt_param)
     plan = Plan(
         call_id=body.rid if isinstance(body.rid, str) else new_generate_id("gen-"),
         rids=_rids(body.rid, len(prompts), n) if isinstance(body.rid, list) else (),
@@ -213,6 +214,7 @@ async def generate(request: Request, deps: Deps) -> Response:
         own_params=() if same else own,
         priority=body.priority or 0,
         discard_output=own[0].discard_output,
+        prompt_param=prompt_param,
     )
     exchange = plan.exchange(deps)
     formatter = NativeFormatter(

@@ -105,6 +105,7 @@ async def chat_completions(request: Request, deps: Deps) -> Response:
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         timeout_s=body.timeout,
+        prompt_param="messages",
     )
     exchange = plan.exchange(deps)
     options = body.stream_options

@@ -76,16 +76,16 @@ class CompletionBody(GenerationFields):
 
 
 def engine_prompts(
-    prompts: list[str] | list[list[int]], model: TokenizerReady, add_special_tokens: bool
+    prompts: list[str] | list[list[int]], model: TokenizerReady, add_special_tokens: bool, param: str = "prompt"
 ) -> list[Prompt]:
-    """Prompts in the engine's form. Raises RequestError for an id outside the vocabulary."""
+    """Prompts in the engine's form. Raises RequestError for an id outside the vocabulary, naming ``param``."""
     result: list[Prompt] = []
     for prompt in prompts:
         if isinstance(prompt, str):
             result.append(TextPrompt(text=prompt, add_special_tokens=add_special_tokens))
         else:
-            check_id(max(prompt), model.vocab_size, "prompt")
-            check_id(min(prompt), model.vocab_size, "prompt")
+            check_id(max(prompt), model.vocab_size, param)
+            check_id(min(prompt), model.vocab_size, param)
             result.append(IdsPrompt(ids=pack_i32(prompt)))
     return result
 

@@ -248,6 +248,30 @@ def test_refusal_by_the_scheduler_keeps_its_status(live: Live, stream: bool) -> 
     assert response.json()["error"]["type"] == "server_error"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": CHAT}, "messages"),
+        ("/v1/completions", {"prompt": "hi"}, "prompt"),
+        ("/v1/completions", {"prompt": [1, 2]}, "prompt"),
+        ("/generate", {"text": "hi"}, "text"),
+        ("/generate", {"input_ids": [1, 2]}, "input_ids"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_the_engine_refuses_is_named_as_its_endpoint_names_it(
+    live: Live, path: str, body: dict[str, Any], param: str, stream: bool
+) -> None:
+    error = ErrorInfo(status=400, message="too long", code="context_length_exceeded", param="prompt")
+    with live.script(lambda _: Script(refused=Finish(reason="error", error=error))):
+        response = live.post(path, {**body, "stream": stream})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_an_id_outside_the_vocabulary_is_named_as_its_endpoint_names_it(live: Live) -> None:
+    assert live.post("/generate", {"input_ids": [1000]}).json()["error"]["param"] == "input_ids"
+
+
 def test_one_bad_prompt_of_several_refuses_the_call_before_the_stream(live: Live) -> None:
     error = ErrorInfo(status=400, message="too long", param="prompt")
     with live.script(lambda generate: Script(rejected=error) if generate.rid.endswith("-1") else Script(endless=True)):

@@ -30,6 +30,8 @@ def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers() -> None:
     rig.step(request("a", [1] * 41, max_tokens=1))
     assert rig.status("a") == 400
     assert "41 tokens" in rig.refused[0].finish.message and "holds 40" in rig.refused[0].finish.message
+    error = rig.refused[0].finish.error
+    assert error is not None and error.param == "prompt", "the gateway knows what its endpoint calls it"
 
 
 def test_more_than_the_context_is_refused_with_the_numbers() -> None:
