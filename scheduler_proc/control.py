@@ -7,7 +7,7 @@ from typing import Any
 
 from common.messages import Control, ControlReply, ToWorker, WorkerControl, WorkerControlReply
 from scheduler_proc.ingest import Ingest
-from scheduler_proc.state import State
+from scheduler_proc.state import Pool, State
 from scheduler_proc.status import server_info, shared_config
 
 PROFILE_TIMEOUT_S = 30.0
@@ -78,29 +78,38 @@ class Controls:
         if not (self.flushes or self.profiles):
             return
         pool = self.state.pool
-        busy = len(self.state.queue) > 0 or (pool is not None and (pool.table.num_taken > 0 or bool(pool.in_flight)))
-        for until, message in self.flushes[:]:
-            if not busy:
-                flushed = 0 if pool is None else pool.tree.clear()
-                tokens = 0 if pool is None else flushed * pool.page_size
-                self._reply(message, 200, {"flushed_pages": flushed, "flushed_tokens": tokens})
-            elif now >= until:
-                running = 0 if pool is None else pool.table.num_taken
-                words = f"the cache is in use: {running} requests run and {len(self.state.queue)} wait"
-                self._reply(message, 409, {"error": words})
-            else:
-                continue
-            self.flushes.remove((until, message))
+        self._settle_flushes(pool, now)
         for request_id, (until, message) in list(self.profiles.items()):
             if now >= until or pool is None:
                 del self.profiles[request_id]
                 self._reply(message, 503, {"error": "the worker did not answer"})
 
-    def next_deadline(self) -> float:
-        """When ``settle`` has something to give up; infinity with nothing pending."""
+    def _settle_flushes(self, pool: Pool | None, now: float) -> None:
+        """Flush or refuse. A request that has its ending neither runs nor waits, but the batches it was in may still be
+        on their way: they come back in a moment whatever anybody does, so that is waited for and not refused."""
+        if not self.flushes:
+            return
+        num_waiting = len(self.state.queue)
+        num_running = 0 if pool is None else sum(req.finish is None for req in pool.table.taken())
+        returning = pool is not None and (pool.table.num_taken > 0 or bool(pool.in_flight))
+        for until, message in self.flushes[:]:
+            if not (num_waiting or num_running or returning):
+                flushed = 0 if pool is None else pool.tree.clear()
+                tokens = 0 if pool is None else flushed * pool.page_size
+                self._reply(message, 200, {"flushed_pages": flushed, "flushed_tokens": tokens})
+            elif now >= until and (num_waiting or num_running):
+                words = f"the cache is in use: {num_running} requests run and {num_waiting} wait"
+                self._reply(message, 409, {"error": words})
+            else:
+                continue
+            self.flushes.remove((until, message))
+
+    def next_deadline(self, now: float) -> float:
+        """When ``settle`` has something to give up; infinity with nothing pending. A flush whose time is over and which
+        is still here waits for a batch, not for the clock."""
         if not (self.flushes or self.profiles):
             return float("inf")
-        times = [until for until, _ in self.flushes] + [until for until, _ in self.profiles.values()]
+        times = [until for until, _ in self.flushes if until > now] + [until for until, _ in self.profiles.values()]
         return min(times, default=float("inf"))
 
     def _reply(self, message: Control, status: int, body: dict[str, Any]) -> None:

@@ -195,7 +195,7 @@ class Scheduler:
             self.next_status,
             timers[0][0] if timers else float("inf"),
             self.gateways.next_expiry(),
-            self.controls.next_deadline(),
+            self.controls.next_deadline(now),
             self.workers.next_reset if state.pool is None else float("inf"),
             now if self._more else float("inf"),
             send_at if send_at > now else float("inf"),

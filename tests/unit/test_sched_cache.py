@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from common.messages import Control, unpack_i32
 from tests.unit.sched_support import GATEWAY, PAGE, Rig, expected, request, rows
 
@@ -156,6 +158,36 @@ def test_flush_is_409_while_busy_and_waits_if_asked() -> None:
         answers |= {reply.request_id: reply.status for _, reply in rig.out.replies}
     assert answers == {"briefly": 409, "later": 200}
     assert rig.ids("a") == expected(LONG, 8) and rig.free == 64
+
+
+@pytest.mark.parametrize("ending", ["length", "stop"])
+def test_flush_right_after_an_answer_waits_for_the_batches_that_are_still_out(ending: str) -> None:
+    rig = Rig()
+    eos = (expected(LONG, 8)[3],) if ending == "stop" else ()
+    rig.step(request("a", LONG, eos_token_ids=eos))
+    while rig.reason("a") is None:
+        rig.turn()
+    pool = rig.scheduler.state.need_pool()
+    assert rig.reason("a") == ending and pool.in_flight
+    rig.step(flush(0.0))
+    assert rig.out.replies == [] and rig.out.wake_at > rig.now, "it is the batch that is waited for, and no clock"
+    while not rig.out.replies:
+        assert pool.in_flight
+        rig.turn()
+    ((_, reply),) = rig.out.replies
+    assert reply.status == 200 and reply.body["flushed_pages"] > 0
+    assert rig.free == 64
+
+
+def test_flush_that_waits_for_a_batch_is_409_once_a_request_runs_again() -> None:
+    rig = Rig()
+    rig.step(request("a", LONG))
+    while rig.reason("a") is None:
+        rig.turn()
+    rig.step(flush(0.0))
+    rig.step(request("b", LONG))
+    ((_, reply),) = rig.out.replies
+    assert reply.status == 409 and "1 requests run and 0 wait" in reply.body["error"]
 
 
 def test_least_recently_used_prefixes_make_room() -> None:
