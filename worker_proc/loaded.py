@@ -70,6 +70,20 @@ def pages_of_pool(
     )
 
 
+def create_pool(runner: ModelRunner, num_pages: int, state: WorkerState | None) -> None:
+    """The runner's pool. One that a first incarnation cannot have, the next could not have either.
+
+    ``state``: not None where there was one that had it. What takes the memory now may be gone at the next try, so the
+    MemoryError stays one, and the process is started again. Raises ConfigError otherwise.
+    """
+    try:
+        runner.allocate(num_pages)
+    except MemoryError as error:
+        if state is not None:
+            raise
+        raise ConfigError(f"{error}; set --max-total-tokens or --mem-fraction-static lower") from error
+
+
 def allocate_and_check(
     runner: ModelRunner,
     config: ServerConfig,
@@ -80,7 +94,7 @@ def allocate_and_check(
 ) -> LoadedWorker | str:
     """A runner on the host with its pool, its logits compared with ``reference``; closed, and why, if they differ."""
     num_pages = pages_of_pool(runner, config, context_length, state)
-    runner.allocate(num_pages)
+    create_pool(runner, num_pages, state)
     result = compare(runner, reference, num_embeddings)
     log.info("start-up check of %s: error %.4f, tolerance %.4f", runner.name, result.error, result.tolerance)
     if result.ok:

@@ -25,7 +25,7 @@ from worker_proc.generic.runner import GenericRunner
 from worker_proc.generic.selfcheck import FP8_TOLERANCE, compare, reference_logits
 from worker_proc.generic.warmup import CudaMemory, room_for_pool
 from worker_proc.lean_imports import with_compiler
-from worker_proc.loaded import LoadedWorker, allocate_and_check, choose_context_length, pages_of_pool
+from worker_proc.loaded import LoadedWorker, allocate_and_check, choose_context_length, create_pool, pages_of_pool
 from worker_proc.memory import WorkerState, free_host_bytes
 from worker_proc.parallel.graphs import AgreedCapture
 from worker_proc.parallel.group import Membership, RankGroup
@@ -287,5 +287,5 @@ def allocate(
     num_pages = pages_of_pool(runner, config, context_length, state, free, on_gpu)
     if group is not None:
         num_pages = group.least(num_pages)
-    runner.allocate(num_pages)
+    create_pool(runner, num_pages, state)
     return num_pages

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from common.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 CPU_FRACTION = 0.3
 GPU_FRACTION = 0.85
@@ -87,7 +91,8 @@ def save_state(run_dir: Path, rank: int, state: WorkerState) -> None:
 
 
 def free_host_bytes() -> int:
-    """Available memory of the machine or of the container's limit, whichever is less."""
+    """Available memory of the machine, what the container's limit leaves, or what this process's limit on address space
+    (``ulimit -v``, RLIMIT_AS) leaves: whichever is least. The last is not the machine's, so the log says it."""
     import psutil
 
     available = int(psutil.virtual_memory().available)
@@ -98,4 +103,13 @@ def free_host_bytes() -> int:
             available = min(available, max(0, int(limit) - used))
     except (OSError, ValueError):
         pass
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit_bytes != resource.RLIM_INFINITY:
+        left = max(0, limit_bytes - int(psutil.Process().memory_info().vms))
+        if left < available:
+            log.info(
+                "the limit on this process's address space (ulimit -v: %d MiB) leaves %d MiB; %d MiB are free",
+                limit_bytes >> 20, left >> 20, available >> 20,
+            )  # fmt: skip
+            return left
     return available

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import transformers as hf
@@ -22,13 +24,14 @@ from common.errors import ConfigError
 from worker_proc import loading
 from worker_proc.generic.probe import recognise_mask
 from worker_proc.generic.refusals import check_supported
-from worker_proc.loaded import LoadedWorker, choose_context_length
+from worker_proc.loaded import LoadedWorker, choose_context_length, create_pool
 from worker_proc.main import model_type
 from worker_proc.memory import (
     CPU_DEFAULT_CAP_BYTES,
     PoolRequest,
     WorkerState,
     choose_num_pages,
+    free_host_bytes,
     load_state,
     save_state,
 )
@@ -70,6 +73,31 @@ def test_max_total_tokens_overrides_and_is_rounded_up_to_pages() -> None:
 def test_pool_that_would_be_too_small_is_refused_with_the_arithmetic() -> None:
     with pytest.raises(ConfigError, match="hold 3 KV pages"):
         choose_num_pages(pool(free_bytes=10 << 20))
+
+
+def test_pool_is_sized_within_the_limit_on_address_space(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    used = psutil.Process().memory_info().vms
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (used + (64 << 20), resource.RLIM_INFINITY))
+    with caplog.at_level("INFO"):
+        assert 0 < free_host_bytes() <= 64 << 20
+    assert "ulimit -v" in caplog.text and f"{(used >> 20) + 64} MiB" in caplog.text
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (used // 2, resource.RLIM_INFINITY))
+    assert free_host_bytes() == 0
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert free_host_bytes() > 64 << 20
+
+
+def test_a_pool_that_cannot_be_had_is_the_configurations_fault_unless_it_was_had_before() -> None:
+    def allocate(num_pages: int) -> None:
+        raise MemoryError(f"cannot map {num_pages} MiB for the KV pool")
+
+    runner: Any = SimpleNamespace(allocate=allocate)
+    with pytest.raises(ConfigError, match=r"cannot map 77 MiB.*--max-total-tokens or --mem-fraction-static"):
+        create_pool(runner, 77, None)
+    with pytest.raises(MemoryError):
+        create_pool(runner, 77, WorkerState(path="generic-torch", dtype="float32", num_pages=77, page_size=16))
 
 
 def test_restarted_worker_repeats_the_first_ones_choices(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ class GenericRunner:
             need = num_pages * self.kv_bytes_per_page()
             raise MemoryError(
                 f"the KV pool of {num_pages} pages x {self.kv_bytes_per_page()} bytes = {need / 2**30:.2f} GiB does "
-                f"not fit on {self.device}; lower --max-total-tokens or --mem-fraction-static"
+                f"not fit on {self.device}"
             ) from error
 
     def record_graphs(self, most_rows: int, capture: Capture, progress: Callable[[str], None]) -> None:
