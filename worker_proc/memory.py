@@ -40,13 +40,18 @@ def choose_num_pages(request: PoolRequest) -> int:
     """Pages of the pool. Raises ``ConfigError`` with the arithmetic when it would be too small."""
     if request.max_total_tokens:
         num_pages = -(-request.max_total_tokens // request.page_size)
+        if num_pages < MIN_PAGES:
+            raise ConfigError(
+                f"--max-total-tokens {request.max_total_tokens} is {num_pages} KV pages of {request.page_size} tokens; "
+                f"at least {MIN_PAGES} are needed: set it to {MIN_PAGES * request.page_size}, or --page-size lower"
+            )
         need = num_pages * request.bytes_per_page
         if need > request.free_bytes:
             raise ConfigError(
                 f"--max-total-tokens {request.max_total_tokens} needs {need / 2**30:.2f} GiB of KV pages, "
                 f"{request.free_bytes / 2**30:.2f} GiB are free"
             )
-        return max(num_pages, MIN_PAGES)
+        return num_pages
     fraction = request.mem_fraction or (GPU_FRACTION if request.on_gpu else CPU_FRACTION)
     if not 0.0 < fraction <= 0.98:
         raise ConfigError(f"--mem-fraction-static {fraction} is not within (0, 0.98]")

@@ -70,6 +70,13 @@ def test_max_total_tokens_overrides_and_is_rounded_up_to_pages() -> None:
         choose_num_pages(pool(max_total_tokens=1_000_000))
 
 
+def test_max_total_tokens_of_fewer_pages_than_are_needed_is_refused_and_not_raised() -> None:
+    assert choose_num_pages(pool(max_total_tokens=128)) == choose_num_pages(pool(max_total_tokens=113)) == 8
+    for tokens in (112, 64, 1):
+        with pytest.raises(ConfigError, match=rf"--max-total-tokens {tokens} .* set it to 128"):
+            choose_num_pages(pool(max_total_tokens=tokens))
+
+
 def test_pool_that_would_be_too_small_is_refused_with_the_arithmetic() -> None:
     with pytest.raises(ConfigError, match="hold 3 KV pages"):
         choose_num_pages(pool(free_bytes=10 << 20))
