@@ -106,7 +106,11 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     ] = 0.0
     max_total_tokens: Annotated[int, flag("tokens the KV pool holds; 0: from --mem-fraction-static", ge=0)] = 0
     kv_cache_dtype: Annotated[
-        Literal["auto", "fp8_e4m3"], flag("bytes of keys and values; auto: the model's dtype, fp8_e4m3: half of it")
+        Literal["auto", "fp8_e4m3"],
+        flag(
+            "bytes of keys and values; auto: the model's dtype, fp8_e4m3: half of it, and a CPU takes the generic "
+            "path, not its fast one"
+        ),
     ] = "auto"
     disable_radix_cache: Annotated[bool, flag("do not keep finished prefixes")] = False
 

@@ -27,6 +27,14 @@ def test_every_field_is_a_flag_with_help_and_default() -> None:
     assert len(names) == len(set(names)), "names are unique over the sections"
 
 
+def test_flags_that_the_fast_cpu_path_refuses_name_the_path_that_takes_them() -> None:
+    for name, value in (("attention-backend", "torch"), ("kv-cache-dtype", "fp8_e4m3")):
+        (flag,) = (flag for flag in flags.all_flags() if flag.option == f"--{name}")
+        assert "generic path" in flag.help
+        with pytest.raises(SystemExit):
+            flags.parse([flag.option, value, "--worker-path", "cpu-fast"])
+
+
 def test_sglang_spellings() -> None:
     config = flags.parse(["--model-path", "m", "--tensor-parallel-size", "2", "--context-length=512"])
     assert (config.model.model, config.worker.tp_size, config.model.context_length) == ("m", 2, 512)
