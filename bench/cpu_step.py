@@ -98,7 +98,7 @@ def read_bandwidth(num_threads: int) -> Callable[[], float]:
 def tile_rate(isa: Isa, num_threads: int) -> Callable[[], float]:
     """A function that measures GFLOP/s of the largest tile on data in the first-level cache."""
     kernels = build(isa)
-    dot, rows, steps, repeats = kernels.dot_rows, isa.max_rows, 8, 20000
+    dot, rows, steps, repeats = kernels.dot_rows, isa.row_tiles[0], 8, 20000
     ldx = 32 * steps * isa.activation_bytes
     configure = kernels.configure_tiles
     config = np.frombuffer(tile_config(False), np.uint8)

@@ -63,11 +63,6 @@ class Isa:
         they meet, and lose nothing to rounding."""
         return 4 if self.dot == "fma" else 2
 
-    @property
-    def max_rows(self) -> int:
-        """Most rows a tile kernel computes at once."""
-        return self.row_tiles[0]
-
 
 AMX = Isa("amx_bf16", "amx", (32, 16), True, True)
 AVX512_BF16 = Isa(
