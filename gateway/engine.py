@@ -307,7 +307,7 @@ class Engine:
             and (lost.everything or (record.tokenizer in lost.tokenizers and not record.heard))
         ]
         if records:
-            log.warning("a part of the engine was restarted; submitting %d open requests again", len(records))
+            log.warning("%s; submitting %d open requests again", lost.why, len(records))
         records.sort(key=lambda record: not record.ids)  # streams that pause before the prompts of those never begun
         for record in records:
             self._resubmit(record)

@@ -27,6 +27,8 @@ class Lost(NamedTuple):
     everything: bool = False
     tokenizers: frozenset[int] = frozenset()
     """Indexes of the tokenizers that were replaced."""
+    why: str = ""
+    """What was seen, for the log: after a mere silence nobody needs to look for a process that died."""
 
 
 class Fleet:
@@ -46,7 +48,10 @@ class Fleet:
 
     def take_status(self, status: EngineStatus, now: float) -> Lost:
         """Store a status; what may have been lost since the one before."""
-        everything = self.status is not None and (now - self.heard >= STALE_S or self.status.run != status.run)
+        anew = self.status is not None and self.status.run != status.run
+        silent_s = 0.0 if self.status is None else now - self.heard
+        everything = anew or silent_s >= STALE_S
+        seen = [f"the scheduler was not heard of for {silent_s:.1f} s"] if silent_s >= STALE_S else []
         self.status = status
         self.heard = now
         self.was_ready = self.was_ready or status.ready
@@ -61,4 +66,8 @@ class Fleet:
                 everything = True
             elif kind == "tokenizer" and index.isdigit():
                 tokenizers.add(int(index))
-        return Lost(everything, frozenset(tokenizers))
+            else:
+                continue
+            seen.append(f"{role} was restarted")
+        why = "the whole engine was started anew" if anew else " and ".join(seen)
+        return Lost(everything, frozenset(tokenizers), why)

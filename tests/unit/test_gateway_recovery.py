@@ -152,7 +152,9 @@ def test_output_that_stays_lost_ends_in_an_error(live: Live) -> None:
     eventually(lambda: not live.open)
 
 
-def test_silence_that_ends_resubmits(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_that_ends_resubmits_and_the_log_says_that_it_was_silence(
+    live: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(fleet, "STALE_S", 0.4)
     stream = Stream(live)
     live.engine.step(2)
@@ -164,6 +166,8 @@ def test_silence_that_ends_resubmits(live: Live, monkeypatch: pytest.MonkeyPatch
     assert live.chat().json()["error"]["code"] == "engine_silent"
     live.engine.silent = False
     eventually(lambda: [generate.attempt for generate in live.engine.generates[-2:]] == [1, 1], "the resubmissions")
+    assert "the scheduler was not heard of for" in caplog.text and "submitting 2 open requests again" in caplog.text
+    assert "restarted" not in caplog.text
     live.engine.step(8)
     assert joined(stream.chunks()) == joined(waiting.chunks()) == "".join(PIECES)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -146,9 +147,9 @@ def status(**generations: int) -> EngineStatus:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"scheduler_0": 1}, Lost(everything=True)),
-        ({"detokenizer_0": 1}, Lost(everything=True)),
-        ({"tokenizer_1": 1}, Lost(tokenizers=frozenset({1}))),
+        ({"scheduler_0": 1}, Lost(everything=True, why="scheduler-0 was restarted")),
+        ({"detokenizer_0": 1}, Lost(everything=True, why="detokenizer-0 was restarted")),
+        ({"tokenizer_1": 1}, Lost(tokenizers=frozenset({1}), why="tokenizer-1 was restarted")),
         ({"worker_0": 1}, Lost()),
         ({"gateway_0": 1}, Lost()),
         ({}, Lost()),
@@ -162,12 +163,22 @@ def test_which_restart_makes_whose_requests_be_sent_again(change: dict[str, int]
     assert fleet.take_status(status(**{**start, **change}), 0.2) == Lost()
 
 
-def test_silence_that_ends_counts_as_a_restart() -> None:
+def test_silence_that_ends_counts_as_a_restart_and_is_not_called_one() -> None:
     fleet = Fleet()
     assert fleet.take_status(status(scheduler_0=0), 0.0) == Lost()
     assert fleet.is_fresh(STALE_S / 2)
     assert not fleet.is_fresh(STALE_S)
-    assert fleet.take_status(status(scheduler_0=0), STALE_S + 1) == Lost(everything=True)
+    silent = "the scheduler was not heard of for 4.0 s"
+    assert fleet.take_status(status(scheduler_0=0), STALE_S + 1) == Lost(everything=True, why=silent)
+    both = f"{silent} and scheduler-0 was restarted"
+    assert fleet.take_status(status(scheduler_0=1), 2 * STALE_S + 2) == Lost(everything=True, why=both)
+
+
+def test_another_run_of_the_engine_is_named_as_such() -> None:
+    fleet = Fleet()
+    fleet.take_status(msgspec.structs.replace(status(scheduler_0=1), run="a"), 0.0)
+    lost = fleet.take_status(msgspec.structs.replace(status(scheduler_0=0), run="b"), STALE_S + 1)
+    assert lost == Lost(everything=True, why="the whole engine was started anew")
 
 
 def test_seeds_of_choices_differ_and_repeat() -> None:
