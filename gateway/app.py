@@ -69,7 +69,7 @@ def make_app(deps: Deps, exposition: Exposition) -> FastAPI:
             "required": True,
             "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}},
         }
-        _route(app, "POST", path, handler, deps, (400, 401, 403, 404, 408, 409, 413, 422, 500, 503), request_body)
+        _route(app, "POST", path, handler, deps, (400, 401, 403, 404, 408, 409, 413, 500, 503, 504), request_body)
 
     def get(path: str, handler: Handler, statuses: tuple[int, ...] = (401, 503)) -> None:
         _route(app, "GET", path, handler, deps, statuses, None)

@@ -48,6 +48,15 @@ def test_row(live: Live, name: str, endpoint: str, accepted: Any, refused: Any, 
     assert response.json()["error"]["param"].partition(".")[0].partition("[")[0] == name
 
 
+def test_the_table_of_statuses_has_those_that_the_served_document_names(live: Live) -> None:
+    table = DOC.read_text(encoding="utf-8").partition("| status | when |")[2].partition("\n\n")[0]
+    listed = {status for cell in re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE) for status in cell.split(", ")}
+    paths = live.client.get("/openapi.json").json()["paths"].values()
+    named = {status for path in paths for operation in path.values() for status in operation["responses"]} - {"200"}
+    assert listed == named | {"405", "431"}, "the last two are answered before a route is found"
+    assert "504" in listed
+
+
 def test_every_field_a_client_may_send_is_in_the_table() -> None:
     listed = {(name, endpoint) for name, endpoint, *_ in rows()}
     for endpoint, body in (("chat", ChatBody), ("completions", CompletionBody)):
