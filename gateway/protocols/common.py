@@ -21,6 +21,7 @@ from gateway.edge import LINGER_FACTOR, drop_body, too_large
 from gateway.engine import Engine
 from gateway.fields import UNSUPPORTED, GenerationFields, choice_seed, draw_seed, explain
 from gateway.output import ToolSupport
+from gateway.protocols.numbers import find_unusable
 from gateway.request import Delta, Exchange, OpenRequest
 
 BODY_TIMEOUT_S = 60.0
@@ -52,7 +53,8 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
 
     Raises:
         RequestError: 413 above ``limit`` bytes, 408 when it does not arrive in ``BODY_TIMEOUT_S``,
-            400 when it is no JSON object (NaN, infinities and lone surrogates are no JSON).
+            400 when it is no JSON object (NaN, infinities and lone surrogates are no JSON), naming the field of a
+            number that cannot be taken.
     """
     chunks: list[bytes] = []
     size = 0
@@ -66,9 +68,13 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
                 chunks.append(chunk)
     except TimeoutError:
         raise RequestError(f"the request body did not arrive within {BODY_TIMEOUT_S:g} s", status=408) from None
+    body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
     try:
-        data = orjson.loads(chunks[0] if len(chunks) == 1 else b"".join(chunks))
+        data = orjson.loads(body)
     except orjson.JSONDecodeError as error:
+        if field := find_unusable(body):
+            words = f"'{field}' must be a finite number that a 64-bit float holds (NaN and Infinity are no JSON)"
+            raise RequestError(words, param=field, code="invalid_value") from None
         raise RequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(data, dict):
         raise RequestError(f"the request body must be a JSON object, not {type(data).__name__}", code="invalid_json")

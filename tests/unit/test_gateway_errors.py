@@ -11,6 +11,7 @@ import pytest
 
 from bench.fake_engine import Script
 from common.messages import ErrorInfo, Finish, Generate, Message
+from gateway.protocols.numbers import MAX_BYTES
 from tests.unit.gateway_live import CHAT, Live, Stream, eventually, live_gateway
 
 
@@ -156,10 +157,12 @@ def test_bad_completion_field_is_400_and_named(live: Live, fields: dict[str, Any
         b'"text"',
         b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
         b'{"messages": [{"role": "user", "content": "\xff"}]}',
-        b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
-        b'{"messages": [{"role": "user", "content": "x"}], "temperature": Infinity}',
-        b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
         b'{"messages": [{"role": "user", "content": "x"}],}',
+        b'{"temperature": NaN,}',
+        b'{"\\ud800": NaN}',
+        b"NaN",
+        b'{"temperature": NaN, "padding": "' + b" " * MAX_BYTES + b'"}',
+        b'{"a":' * 10_000 + b"NaN" + b"}" * 10_000,
         b"[" * 100_000,
     ],
 )
@@ -167,6 +170,22 @@ def test_body_that_is_no_json_object_is_400(live: Live, body: bytes) -> None:
     response = live.client.post("/v1/chat/completions", content=body)
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" + "0" * 400])
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ('{"messages": [{"role": "user", "content": "x"}], "temperature": %s, "top_p": NaN}', "temperature"),
+        ('{"seed": 10, "messages": [{"role": "user"}, {"content": [1, %s]}]}', "messages[1].content[1]"),
+        ('{"logit_bias": {"7": %s}}', "logit_bias.7"),
+    ],
+)
+def test_a_number_that_is_none_is_400_and_its_field_named(live: Live, number: str, body: str, param: str) -> None:
+    response = live.client.post("/v1/chat/completions", content=body % number)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, param, "invalid_value")
+    assert f"'{param}' must be a finite number" in error["message"]
 
 
 def test_missing_field_is_named(live: Live) -> None:
