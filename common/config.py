@@ -133,6 +133,11 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     ] = 0
     disable_cuda_graph: Annotated[bool, flag("launch every kernel of a decode step from Python")] = False
     grammar_backend: Annotated[Literal["llguidance", "none"], flag("constrained decoding")] = "llguidance"
+    speculative_algorithm: Annotated[
+        Literal["auto", "ngram", "none"],
+        flag("drafts of next tokens from a request's own text; auto: ngram where that cannot change a token"),
+    ] = "auto"
+    speculative_num_draft_tokens: Annotated[int, flag("most drafts of a request in a step", ge=1, le=64)] = 8
 
 
 class HostsConfig(Section, frozen=True, kw_only=True):

@@ -98,7 +98,7 @@ class Batcher:
             self._add_pages(draft, wishing, needy)
 
     def _add_pages(self, draft: Draft, wishing: list[int], needy: list[int]) -> None:
-        """One page for each row that must have it; for grammar rows as much headroom as is free."""
+        """One page for each row that must have it; for rows with headroom as much of it as is free."""
         pool, table = draft.pool, draft.pool.table
         pages = pool.allocator.alloc(len(needy))
         given = dict(zip(needy, () if pages is None else pages.tolist(), strict=True))
@@ -237,8 +237,8 @@ class Batcher:
 
 
 def decoding_rows(table: SlotTable, slots: array[int]) -> tuple[array[int], list[int], list[int]]:
-    """Of these decoding slots: those that may still generate, those of them that want pages (a grammar row some
-    in advance), and those that cannot run without one."""
+    """Of these decoding slots: those that may still generate, those of them that want pages (some in advance: rows
+    that may get several ids in a step), and those that cannot run without one."""
     known, sampling, limit = table.known, table.sampling, table.limit
     headroom, capacity = table.headroom, table.capacity
     rows, wishing, needy = array("i"), [], []
@@ -246,7 +246,7 @@ def decoding_rows(table: SlotTable, slots: array[int]) -> tuple[array[int], list
         expected = known[slot] + sampling[slot]
         if expected < limit[slot]:
             rows.append(slot)
-            if expected + headroom[slot] > capacity[slot]:
+            if min(expected + headroom[slot], limit[slot]) > capacity[slot]:
                 wishing.append(slot)
                 if expected > capacity[slot]:
                     needy.append(slot)

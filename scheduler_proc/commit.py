@@ -1,6 +1,6 @@
 """What the result of a step means for each of its rows.
 
-Rows that sampled one id and want nothing else are handled in one short loop; more is done for a row only
+Rows that sampled and want nothing else are handled in one short loop; more is done for a row only
 when it ends, when it is a prefill chunk, or when its ids come with log-probabilities or from a grammar.
 """
 
@@ -80,6 +80,8 @@ class Commit:
         if flight.slots:
             state.metrics.num_steps_total += 1
             state.metrics.step_time.observe(duration_s)
+            if message.num_drafts:
+                state.metrics.drafted(unpack_ints(message.num_drafts), unpack_ints(message.num_ids))
             state.cost.observe(duration_s, num_prefill, num_decode, flight.mean_context)
         if num_decode:
             self.admission.went_well()
@@ -214,21 +216,21 @@ class Commit:
 def append_plain(
     table: SlotTable, slots: Sequence[int], message: StepResult
 ) -> tuple[int, list[tuple[int, int]], list[Span]]:
-    """Append the ids of rows that sampled one and want nothing else. Returns how many these rows are, the (slot, id)
-    of those that ended with it, and the rows that are left."""
-    plain, known, limit, reqs = table.plain, table.known, table.limit, table.reqs
+    """Append the ids of rows that sampled and want nothing else. Returns how many ids these are, the (slot, id)
+    of those that ended with one, and the rows that are left."""
+    plain, reqs = table.plain, table.reqs
     ids = unpack_ints(message.ids)
-    at = 0
+    at = num_appended = 0
     ended: list[tuple[int, int]] = []
     others: list[Span] = []
     for row, (slot, n, flags) in enumerate(zip(slots, unpack_ints(message.num_ids), message.flags, strict=True)):
         req = reqs[slot]
-        if n == 1 and plain[slot] and not flags and req is not None:
-            token = ids[at]
-            table.append(req, token)
-            if known[slot] >= limit[slot] or token in req.stop_ids:
-                ended.append((slot, token))
+        if n and plain[slot] and not flags and req is not None:
+            added, at_end = table.append_until_end(slot, ids[at : at + n], req.stop_ids)
+            num_appended += added
+            if at_end:
+                ended.append((slot, ids[at + added - 1]))
         else:
             others.append((row, at, n))
         at += n
-    return len(slots) - len(others), ended, others
+    return num_appended, ended, others

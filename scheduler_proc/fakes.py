@@ -92,7 +92,10 @@ class _Slot:
 
 @dataclass
 class FakeWorker:
-    """Executes batches. Every forced run of a grammar is ``grammar.text`` tokens long (an int as text)."""
+    """Executes batches. Every forced run of a grammar is ``grammar.text`` tokens long (an int as text).
+
+    With ``max_drafts`` rows that decode have up to so many drafts, of which some are right.
+    """
 
     num_pages: int = 64
     page_size: int = 16
@@ -100,6 +103,7 @@ class FakeWorker:
     vocab_size: int = 512
     max_slots: int = 64
     generation: int = 0
+    max_drafts: int = 0
     check_kv: bool = True
     cost: Callable[[int, int], float] = lambda prefill_tokens, decode_rows: 0.0
     """Seconds of a step."""
@@ -116,7 +120,7 @@ class FakeWorker:
         return WorkerReady(
             epoch=epoch, generation=self.generation, rank=0, num_pages=self.num_pages, page_size=self.page_size,
             context_len=self.context_len, vocab_size=self.vocab_size, max_slots=self.max_slots, model_path="fake",
-            batch_invariant=True, dtype="float32", device="none", threads=1,
+            batch_invariant=True, dtype="float32", device="none", threads=1, max_drafts=self.max_drafts,
         )  # fmt: skip
 
     def handle(self, message: ToWorker) -> list[ToScheduler]:
@@ -189,7 +193,10 @@ class FakeWorker:
         if state.computed < len(state.ids):
             results.add([], 0)
             return
-        results.add(*self._sample(state, capacity), asks=begin.sampling.logprobs)
+        room = 0 if chunk or begin.grammar is not None else max(min(self.max_drafts, capacity - len(state.ids) - 1), 0)
+        results.add(*self._sample(state, capacity, state.hashes[-1] % (room + 1)), asks=begin.sampling.logprobs)
+        if room:
+            self._spoil(state, goal + room)
 
     def _compute(self, state: _Slot, goal: int) -> None:
         pages = np.array(state.pages, dtype=np.int64)
@@ -205,14 +212,21 @@ class FakeWorker:
             raise KvError(f"{state.begin.rid}: position {bad} of {goal} holds another sequence (page {page})")
         state.computed = goal
 
-    def _sample(self, state: _Slot, capacity: int) -> tuple[list[int], int]:
-        """One token, then the tokens a grammar forces after it as far as the pages reach."""
+    def _spoil(self, state: _Slot, end: int) -> None:
+        """Drafts up to position ``end`` were computed; those that were right stay."""
+        positions = np.arange(state.computed, end)
+        pages = np.array(state.pages, dtype=np.int64)
+        self.kv[pages[positions // self.page_size] * self.page_size + positions % self.page_size] = -2
+        self._compute(state, len(state.ids) - 1)
+
+    def _sample(self, state: _Slot, capacity: int, num_right: int = 0) -> tuple[list[int], int]:
+        """One token, then the tokens a grammar forces after it as far as the pages reach, or those after drafts."""
         begin = state.begin
         grammar = begin.grammar
         forced = int(grammar.text) if grammar is not None else 0
         limit = begin.prompt_len + (begin.sampling.max_tokens or 0)
         new: list[int] = []
-        while len(new) <= forced and (not new or len(state.ids) < capacity) and not state.ended:
+        while len(new) <= forced + num_right and (not new or len(state.ids) < capacity) and not state.ended:
             token = next_token(state.hashes[-1], self.vocab_size)
             state.ids.append(token)
             state.hashes.append(next_hash(state.hashes[-1], token))

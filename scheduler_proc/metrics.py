@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.errors import InvariantError
@@ -46,6 +47,9 @@ class Metrics:
     num_preemptions_total: int = 0
     num_steps_total: int = 0
     num_prefill_tokens_total: int = 0
+    spec_decode_num_draft_tokens_total: int = 0
+    """vLLM's name, as the next."""
+    spec_decode_num_accepted_tokens_total: int = 0
     num_invariant_failures_total: int = 0
     num_bad_frames_total: int = 0
     """By all processes but the gateways, as the supervisor counts."""
@@ -57,6 +61,12 @@ class Metrics:
     """By the error's code: one of ``FAIL_CODES``."""
     step_time: Histogram = field(default_factory=Histogram)
     queue_time: Histogram = field(default_factory=Histogram)
+
+    def drafted(self, num_drafts: Sequence[int], num_ids: Sequence[int]) -> None:
+        """Count what a step's rows computed in the hope that it would be drawn; all but the last of a row's ids was."""
+        self.spec_decode_num_draft_tokens_total += sum(num_drafts)
+        accepted = sum(ids - 1 for drafts, ids in zip(num_drafts, num_ids, strict=True) if drafts and ids)
+        self.spec_decode_num_accepted_tokens_total += accepted
 
     def aborted(self, cause: str) -> None:
         """Count a request that was ended from outside, or never begun."""
@@ -83,6 +93,8 @@ class Metrics:
             "num_preemptions_total": self.num_preemptions_total,
             "num_steps_total": self.num_steps_total,
             "num_prefill_tokens_total": self.num_prefill_tokens_total,
+            "spec_decode_num_draft_tokens_total": self.spec_decode_num_draft_tokens_total,
+            "spec_decode_num_accepted_tokens_total": self.spec_decode_num_accepted_tokens_total,
             "num_invariant_failures_total": self.num_invariant_failures_total,
             "num_bad_frames_total": self.num_bad_frames_total,
         }

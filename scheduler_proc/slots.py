@@ -7,7 +7,7 @@ A step of a few rows is a few short loops over these columns, one of a thousand 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -35,8 +35,10 @@ class SlotTable:
     batch later than the one that ends it in the worker, hence ``to_end``.
     """
 
-    def __init__(self, max_slots: int, width: int) -> None:
+    def __init__(self, max_slots: int, width: int, max_drafts: int = 0) -> None:
         self.max_slots = max_slots
+        self.draft_headroom = 2 * max_drafts
+        """Tokens of page capacity kept ahead of any row: what the two steps in flight may add to it."""
         self.width = width
         self.reqs: list[Req | None] = [None] * max_slots
         # Rows of ids never touched cost no memory: the kernel maps pages on first use.
@@ -106,7 +108,7 @@ class SlotTable:
         self.sent[slot] = req.sent_len
         self.limit[slot] = min(req.max_len, self.width)
         self.capacity[slot] = len(req.pages) * page_size
-        self.headroom[slot] = GRAMMAR_HEADROOM if req.spec.grammar is not None else 0
+        self.headroom[slot] = GRAMMAR_HEADROOM if req.spec.grammar is not None else self.draft_headroom
         self.rows[slot] = self.sampling[slot] = 0
         self.stop[slot] = -1
         stop = sorted(req.stop_ids)[:NUM_STOP_COLUMNS]
@@ -159,6 +161,19 @@ class SlotTable:
         """Add one id the slow way. ``req`` has a slot."""
         self.id_at[req.slot, self.known[req.slot]] = token
         self.known[req.slot] += 1
+
+    def append_until_end(self, slot: int, tokens: Sequence[int], stop_ids: frozenset[int]) -> tuple[int, bool]:
+        """Add ids up to one that ends the request: a stop id, or the last it may have. Returns how many were added,
+        and whether the last of them is its end. Of one id too, where no drafts are, this is what a row does."""
+        known, limit = self.known[slot], self.limit[slot]
+        for number, token in enumerate(tokens, start=1):
+            self.id_at[slot, known] = token
+            known += 1
+            if known >= limit or token in stop_ids:
+                self.known[slot] = known
+                return number, True
+        self.known[slot] = known
+        return len(tokens), False
 
     def taken(self) -> Iterable[Req]:
         """Requests that have a slot, by slot."""

@@ -58,7 +58,7 @@ class Pool:
         self.max_tokens = ready.num_pages * ready.page_size
         self.max_running = min(config.scheduler.max_running_requests, ready.max_slots)
         # A request can know one id more than it has pages for: the one just sampled.
-        self.table = SlotTable(ready.max_slots, min(ready.context_len, self.max_tokens + 1) + 1)
+        self.table = SlotTable(ready.max_slots, min(ready.context_len, self.max_tokens + 1) + 1, ready.max_drafts)
         self.in_flight: deque[InFlight] = deque()
 
     @property

@@ -33,8 +33,8 @@ def decoding_rows(table: SlotTable, slots: array[int]) -> tuple[array[int], list
     expected = table.view("known")[index] + table.view("sampling")[index]
     open_ = expected < table.view("limit")[index]
     index, expected = index[open_], expected[open_]
-    capacity = table.view("capacity")[index]
-    wishing = index[expected + table.view("headroom")[index] > capacity]
+    capacity, limit = table.view("capacity")[index], table.view("limit")[index]
+    wishing = index[np.minimum(expected + table.view("headroom")[index], limit) > capacity]
     return array("i", index.tobytes()), wishing.tolist(), index[expected > capacity].tolist()
 
 
@@ -55,15 +55,26 @@ def append_plain(
     """See ``commit.append_plain``."""
     index, num_ids, ids = np.frombuffer(slots, dtype=np.int32), unpack_i32(message.num_ids), unpack_i32(message.ids)
     starts = np.cumsum(num_ids) - num_ids
-    plain = (num_ids == 1) & table.view("plain")[index] & (np.frombuffer(message.flags, dtype=np.uint8) == 0)
+    plain = (num_ids > 0) & table.view("plain")[index] & (np.frombuffer(message.flags, dtype=np.uint8) == 0)
     rows = (~plain).nonzero()[0]
     others = list(zip(rows.tolist(), starts[rows].tolist(), num_ids[rows].tolist(), strict=True))
-    index, tokens = index[plain], ids[starts[plain]]
+    single = plain & (num_ids == 1)
+    alone, tokens = index[single], ids[starts[single]]
     known = table.view("known")
-    table.ids[index, known[index]] = tokens
-    known[index] += 1
-    ends = (table.stop[index] == tokens[:, None]).any(axis=1) | (known[index] >= table.view("limit")[index])
-    return len(index), list(zip(index[ends].tolist(), tokens[ends].tolist(), strict=True)), others
+    table.ids[alone, known[alone]] = tokens
+    known[alone] += 1
+    ends = (table.stop[alone] == tokens[:, None]).any(axis=1) | (known[alone] >= table.view("limit")[alone])
+    num_appended = len(alone)
+    ended = list(zip(single.nonzero()[0][ends].tolist(), alone[ends].tolist(), tokens[ends].tolist(), strict=True))
+    for row in (plain & (num_ids > 1)).nonzero()[0].tolist():  # drafts were right: of few, in a step as wide as this
+        slot, at = int(index[row]), int(starts[row])
+        req = table.reqs[slot]
+        assert req is not None  # a plain slot is taken
+        added, at_end = table.append_until_end(slot, ids[at : at + num_ids[row]].tolist(), req.stop_ids)
+        num_appended += added
+        if at_end:
+            ended.append((row, slot, int(ids[at + added - 1])))
+    return num_appended, [(slot, token) for _, slot, token in sorted(ended)], others
 
 
 def new_rows(table: SlotTable) -> list[TokenRow]:

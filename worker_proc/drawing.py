@@ -8,6 +8,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.errors import raise_if_starved
 from common.messages import PromptLogprobs, RowFlag, TopLogprobs, pack_f32, pack_i32
@@ -47,7 +48,7 @@ class Drawing:
         if slot.finished:
             step.outcomes[row.index].flags |= RowFlag.SKIPPED
             return False
-        if row.start + row.length == slot.num_known:
+        if row.start + row.length - row.num_drafts == slot.num_known:
             return True
         if isinstance(slot.grammar, MaskAhead) and slot.grammar.in_tool_call():
             step.outcomes[row.index].flags |= RowFlag.IN_TOOL_CALL
@@ -72,7 +73,8 @@ class Drawing:
         return ready
 
     def begin(self, step: LaunchedStep) -> None:
-        """Launch the drawing of the next id of every row that samples; forced ids are appended at once."""
+        """Launch the drawing of the next id of every row that samples, and of one after each of its drafts; forced ids
+        are appended at once."""
         if step.masks is not None:
             step.masks.result()
         requests: list[SampleRequest] = []
@@ -84,15 +86,16 @@ class Drawing:
                 step.fail(row.index, row.slot, f"grammar: {error}")
                 continue
             if request is not None:
+                row.slot.drawn_at = len(requests)
                 step.drawn_rows.append(row)
                 requests.append(request)
+                requests.extend(_sample_request(row, after=number) for number in range(1, row.num_drafts + 1))
         if requests:
             step.drawn = self._sampler.begin(step.logits, requests)
         elif step.rows and step.reports is None:
             step.reports = self._sampler.begin_logprobs(step.logits, [])  # to tell when the forward pass has ended
-        for place, row in enumerate(step.drawn_rows):
+        for row in step.drawn_rows:
             row.slot.unseen += 1
-            row.slot.drawn_at = place
 
     def see(self, step: LaunchedStep) -> None:
         """Wait for the ids of ``begin``, append them to their requests, and what grammars force after them."""
@@ -101,12 +104,27 @@ class Drawing:
         tokens, bad = step.drawn.wait()
         for row in step.drawn_rows:
             row.slot.unseen -= 1
-        for place, row in enumerate(step.drawn_rows):
-            if self._take(row, int(tokens[place]), bool(bad[place]), step) and row.slot.sampling.logprobs is not None:
-                value, top = step.drawn.report(place)
-                step.outcomes[row.index].logprobs.append(float(value))
-                if row.slot.sampling.logprobs > 0:
-                    step.outcomes[row.index].top.append(_record(top))
+        place = 0
+        for row in step.drawn_rows:
+            self._see_row(row, tokens[place : place + row.num_drafts + 1].tolist(), bad, place, step)
+            place += row.num_drafts + 1
+
+    def _see_row(self, row: Row, tokens: list[int], bad: NDArray[np.bool_], place: int, step: LaunchedStep) -> None:
+        """Append what was drawn after the row's known ids and, as far as they were right, after its drafts."""
+        assert step.drawn is not None
+        slot, outcome = row.slot, step.outcomes[row.index]
+        for number, token in enumerate(tokens):
+            if not self._take(row, token, bool(bad[place + number]), step):
+                break
+            if slot.sampling.logprobs is not None:
+                value, top = step.drawn.report(place + number)
+                outcome.logprobs.append(float(value))
+                if slot.sampling.logprobs > 0:
+                    outcome.top.append(_record(top))
+            if slot.finished or (number < row.num_drafts and token != row.proposal[number]):
+                break
+        if row.num_drafts:
+            slot.computed_len = slot.ids.size - 1  # drafts that were wrong are no part of it
 
     def _take(self, row: Row, token: int, is_bad: bool, step: LaunchedStep) -> bool:
         """Append a drawn id to its request, and what its grammar forces after it. Whether it was fit."""
@@ -214,12 +232,13 @@ def _record(top: TopTokens) -> TopLogprobs:
     return TopLogprobs(pack_i32(top.ids), pack_f32(top.logprobs))
 
 
-def _sample_request(row: Row, mask: Bitmask | None = None) -> SampleRequest:
+def _sample_request(row: Row, mask: Bitmask | None = None, after: int = 0) -> SampleRequest:
+    """``after``: so many drafts. Rows that have any do not look at the ids before (``Speculator``)."""
     slot = row.slot
     return SampleRequest(
-        logit_row=row.sample_logit,
+        logit_row=row.sample_logit + after,
         params=slot.sampling,
-        index=slot.num_outputs,
+        index=slot.num_outputs + after,
         ids=slot.ids.view(),
         prompt_len=slot.prompt_len,
         end_ids=slot.end_ids,

@@ -31,6 +31,7 @@ from worker_proc.runner import AheadRunner, ModelRunner
 from worker_proc.sampling.at_once import AtOnce
 from worker_proc.sampling.request import AheadSampler, Sampler
 from worker_proc.slots import Slot
+from worker_proc.speculation.speculator import Speculator
 
 
 class StepExecutor:
@@ -38,6 +39,7 @@ class StepExecutor:
 
     ``grammar_backend`` is None where constrained decoding is off: requests with a grammar then fail.
     ``ahead``: the same runner and sampler where both can go on before the host has seen an id; None elsewhere.
+    ``speculator``: proposes ids to be computed beside the known ones; None for none, as where steps run ahead.
     """
 
     def __init__(
@@ -47,11 +49,15 @@ class StepExecutor:
         grammar_backend: GrammarBackend | None = None,
         clock: Callable[[], float] = time.perf_counter,
         ahead: tuple[AheadRunner, AheadSampler] | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
+        if ahead is not None and speculator is not None:
+            raise InvariantError("drafts follow ids that the host has seen; steps that run ahead do not wait for it")
         self.runner = runner
         self.sampler = sampler
         self._clock = clock
         self._ahead_runner = None if ahead is None else ahead[0]
+        self._speculator = speculator
         self._finished_at = 0.0
         self._slots: dict[int, Slot] = {}
         num_words = bitmask_words(runner.vocab_size)
@@ -93,6 +99,8 @@ class StepExecutor:
             self._begin(record)
         step.outcomes = [RowOutcome() for _ in range(len(unpack_i32(batch.slots)))]
         self._plan(step)
+        if self._speculator is not None:
+            self._speculator.add(step.rows, self.runner.page_size)
         step.forwarded = self._clock()
         if step.rows:
             if before is None:
@@ -131,6 +139,7 @@ class StepExecutor:
         if after is not None and not after.is_drawn:
             after.masks = self._drawing.masks_ahead(after.rows)
         prompt_logprobs = self._drawing.prompt_logprobs(step)
+        num_drafts = self._learn(step)
         if self.runs_ahead:
             step.forwarded = self._clock()
             step.begun = max(step.begun, self._finished_at)  # until then the device had the step before
@@ -145,11 +154,23 @@ class StepExecutor:
             top_logprobs=[top for outcome in outcomes for top in outcome.top],
             prompt_logprobs=prompt_logprobs,
             failures=step.failures,
+            num_drafts=num_drafts,
             started=step.started,
             forward_s=step.forwarded - step.begun,
             sample_s=self._finished_at - step.forwarded,
             idle_s=step.idle_s,
         )
+
+    def _learn(self, step: LaunchedStep) -> bytes:
+        """Which drafts were right. Returns ``StepResult.num_drafts``."""
+        if self._speculator is None:
+            return b""
+        self._speculator.took(step.rows, self._clock() - step.begun)
+        counts = [0] * len(step.outcomes)
+        for row in step.rows:
+            counts[row.index] = row.num_drafts
+            self._speculator.learn(row, step.outcomes[row.index].ids)
+        return pack_i32(counts) if any(counts) else b""
 
     def _copy(self, batch: ForwardBatch) -> None:
         if batch.copies:

@@ -7,12 +7,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.channels import Receiver
-from common.config import ServerConfig
+from common.config import ServerConfig, WorkerConfig
+from common.errors import ConfigError
 from common.messages import WorkerReady
 from common.process import ProcessContext
 from worker_proc.grammar_protocol import GrammarBackend
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # imported later, or not at all
     from worker_proc.parallel.group import Membership
     from worker_proc.parallel.late import SharedLateIds
     from worker_proc.runner import AheadRunner, ModelRunner
+    from worker_proc.speculation.speculator import Speculator
 
 log = logging.getLogger(__name__)
 
@@ -78,19 +80,18 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
         loaded = load_worker(config, threads, state, progress, step, membership(context))
     runner = loaded.runner
     gc.collect()  # the transformers model, where a fast path has packed its weights
-    if state is None:
-        chosen = WorkerState(
-            path=runner.name, dtype=runner.dtype, num_pages=loaded.num_pages, page_size=runner.page_size
-        )
-        save_state(context.run_dir, rank, chosen)
     if rank:
+        remember(context, loaded, state)
         follow(context, loaded, inbox, pulse)
         return
     sampler = make_sampler(loaded.device, threads, runner.vocab_size)
     if loaded.group is not None:
         runner = lead(context, loaded)
     grammars = make_grammar_backend(context, runner.vocab_size)
-    executor = StepExecutor(runner, sampler, grammars, ahead=both_ahead(runner, sampler))
+    ahead = both_ahead(runner, sampler)
+    speculator, step_seconds = make_speculator(config.worker, loaded, runner, ahead is not None, state)
+    remember(context, loaded, state, step_seconds)
+    executor = StepExecutor(runner, sampler, grammars, ahead=ahead, speculator=speculator)
     ready = WorkerReady(
         epoch=0,
         generation=context.generation,
@@ -107,6 +108,7 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
         threads=threads,
         kv_bytes_per_token=runner.kv_bytes_per_page() // runner.page_size,
         weight_bytes=runner.weight_bytes(),
+        max_drafts=0 if speculator is None else speculator.max_drafts,
     )
     pulse.info = describe(ready, config.model_dir, config.worker.tp_size)
     log.info("imports took %.1f s, loading %.1f s", imported - began, time.perf_counter() - imported)
@@ -116,6 +118,48 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
         WorkerLoop(context, executor, inbox, outbox, ready, pulse).run()
     finally:
         executor.close()
+
+
+def remember(
+    context: ProcessContext, loaded: LoadedWorker, state: WorkerState | None, step_seconds: Sequence[float] = ()
+) -> None:
+    """What the next incarnation repeats, written by the first."""
+    if state is None:
+        runner = loaded.runner
+        chosen = WorkerState(
+            path=runner.name,
+            dtype=runner.dtype,
+            num_pages=loaded.num_pages,
+            page_size=runner.page_size,
+            step_seconds=list(step_seconds),
+        )
+        save_state(context.run_dir, context.index, chosen)
+
+
+def make_speculator(
+    config: WorkerConfig, loaded: LoadedWorker, runner: ModelRunner, runs_ahead: bool, state: WorkerState | None
+) -> tuple[Speculator | None, list[float]]:
+    """As --speculative-algorithm says, and the step times it goes by: measured, or those of the first incarnation.
+
+    Raises ``ConfigError`` where it was asked for and steps run ahead of the ids.
+    """
+    wanted = config.speculative_algorithm
+    if wanted == "none" or (wanted == "auto" and (runs_ahead or not runner.batch_invariant)):
+        return None, []
+    if runs_ahead:
+        raise ConfigError(
+            f"--speculative-algorithm ngram: on {loaded.device} a step is launched before the ids of the last are"
+            " known, so there is nothing to look up; leave the flag out"
+        )
+    from worker_proc.speculation import step_times
+    from worker_proc.speculation.speculator import Speculator
+
+    max_tokens = min(loaded.num_pages * runner.page_size, loaded.context_length)
+    seconds = state.step_seconds if state and state.step_seconds else step_times.measure(runner, max_tokens)
+    most = config.speculative_num_draft_tokens
+    words = ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(step_times.NUM_TOKENS, seconds, strict=True))
+    log.info("up to %d drafts of a request in a step; milliseconds of steps by tokens: %s", most, words)
+    return Speculator(most, loaded.context_length, step_times.StepTimes(seconds)), seconds
 
 
 def model_type(folder: Path) -> str:

@@ -77,6 +77,8 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     num_pages: int
     page_size: int
+    step_seconds: list[float] = []
+    """See ``speculation/step_times.py``; empty where there is no speculation."""
 
 
 def load_state(run_dir: Path, rank: int) -> WorkerState | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,12 @@ class Row:
     first_logit: int = 0
     """Its first row in the step's logits."""
     num_logits: int = 0
+    proposal: list[int] = field(default_factory=list)
+    """Ids that may come next (``speculation/``)."""
+    match: int = 0
+    """How many ids agree before them."""
+    num_drafts: int = 0
+    """How many of them it computes: its last tokens."""
 
     @property
     def is_late(self) -> bool:
@@ -39,8 +45,13 @@ class Row:
 
     @property
     def sample_logit(self) -> int:
-        """Row of the step's logits that the next id is drawn from."""
-        return self.first_logit + self.num_logits - 1
+        """Row of the step's logits that the next id is drawn from; those after its drafts follow."""
+        return self.first_logit + self.num_logits - 1 - self.num_drafts
+
+    @property
+    def drafts(self) -> list[int]:
+        """Ids it computes beyond those known."""
+        return self.proposal[: self.num_drafts]
 
 
 def plan_row(index: int, slot: Slot, num_tokens: int, page_size: int) -> Row | str:
@@ -78,12 +89,13 @@ def pack(rows: list[Row], page_size: int) -> PackedBatch:
     for s, row in enumerate(rows):
         begin, end = int(query_start[s]), int(query_start[s + 1])
         if not row.is_late:
-            ids[begin:end] = row.slot.ids.view()[row.start : row.start + row.length]
+            ids[begin : end - row.num_drafts] = row.slot.ids.view()[row.start : row.start + row.length - row.num_drafts]
+            ids[end - row.num_drafts : end] = row.drafts
         num_pages = -(-(row.start + row.length) // page_size)
         table[s, :num_pages] = row.slot.pages.view()[:num_pages]
         wanted = np.arange(begin, begin + row.prompt_rows, dtype=np.int32)
         if row.samples and row.prompt_rows < row.length:
-            wanted = np.append(wanted, np.int32(end - 1))
+            wanted = np.append(wanted, np.arange(end - 1 - row.num_drafts, end, dtype=np.int32))
         row.first_logit, row.num_logits = num_logits, int(wanted.size)
         num_logits += row.num_logits
         logit_rows.append(wanted)

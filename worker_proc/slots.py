@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from common.messages import BeginRequest, SamplingParams, unpack_i32
 from worker_proc.grammar_protocol import GrammarSession
 from worker_proc.sampling.request import penalises
+from worker_proc.speculation.lookup import PromptLookup
 
 I32 = NDArray[np.int32]
 
@@ -51,7 +52,7 @@ class Slot:
     """One request in the worker, rebuilt from a ``BeginRequest``."""
 
     __slots__ = (
-        "computed_len", "drawn_at", "end_ids", "failure", "finished", "grammar", "ids", "pages", "penalised",
+        "computed_len", "drawn_at", "end_ids", "failure", "finished", "grammar", "ids", "lookup", "pages", "penalised",
         "prompt_len", "rid", "sampling", "unseen",
     )  # fmt: skip
 
@@ -68,6 +69,8 @@ class Slot:
         self.finished = False
         """The worker has seen the request's end; rows that were already on their way are skipped."""
         self.penalised = penalises(begin.sampling)
+        self.lookup: PromptLookup | None = None
+        """Made when drafts are first looked for."""
         self.unseen = 0
         """Outputs drawn on the device that the host has not seen yet; ``ids`` ends before them."""
         self.drawn_at = 0

@@ -131,6 +131,8 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     threads: int
     kv_bytes_per_token: int = 0
     weight_bytes: int = 0
+    max_drafts: int = 0
+    """Most ids that a decoding row may compute beyond those known; 0: it speculates on none."""
 
 
 class TopLogprobs(Record, frozen=True):
@@ -181,7 +183,7 @@ class StepResult(Message, frozen=True, kw_only=True):
     num_ids: bytes = b""
     """int32 [R]: new ids of each row; 0 where the row did not sample."""
     ids: bytes = b""
-    """int32 [sum(num_ids)]: the sampled id, then ids the grammar forced after it."""
+    """int32 [sum(num_ids)]: the sampled id, then ids the grammar forced after it, or those drawn after drafts."""
     flags: bytes = b""
     """uint8 [R], see RowFlag."""
     logprobs: bytes = b""
@@ -191,6 +193,9 @@ class StepResult(Message, frozen=True, kw_only=True):
     """One for each entry of ``logprobs`` whose row asked for k > 0."""
     prompt_logprobs: list[PromptLogprobs] = []
     failures: list[RowFailure] = []
+    num_drafts: bytes = b""
+    """int32 [R]: ids that each row computed beyond those known, in the hope that they would be drawn; empty: none did.
+    Of a row with drafts all but the last of its new ids were drafts."""
     started: float = 0.0
     """time.time() at which the worker began the step."""
     forward_s: float = 0.0

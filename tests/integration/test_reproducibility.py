@@ -1,7 +1,7 @@
 """The same request with the same seed gives the same answer, bit for bit, on the batch-invariant path.
 
 Alone, in a full batch, with a warm and a cold cache, its prompt whole and in chunks, after a
-preemption, with one thread and with two. ``docs/reproducibility.md`` says what holds where.
+preemption, with one thread and with two, with drafts and without. ``docs/reproducibility.md`` says what holds where.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def start(folder: Path, *args: str) -> Server:
 def servers(tiny_folder: Path) -> Iterator[Callable[[str], Server]]:
     """``roomy`` and ``cramped``, started together; skipped where bfloat16 has no batch-invariant path."""
     several = {
-        "roomy": start(tiny_folder, "--max-total-tokens", "16384", "--cpu-threads", "1"),
+        "roomy": start(
+            tiny_folder, "--max-total-tokens", "16384", "--cpu-threads", "1", "--speculative-algorithm", "none"
+        ),
         "cramped": start(
             tiny_folder, "--max-total-tokens", "640", "--cpu-threads", "2", "--chunked-prefill-size", "48",
             "--schedule-conservativeness", "0.05", "--schedule-policy", "priority",
@@ -110,7 +112,7 @@ def test_in_a_full_batch(servers: Callable[[str], Server], alone: list[list[Any]
         assert all_at_once(server.url, [*REQUESTS, *others])[: len(REQUESTS)] == alone
 
 
-def test_after_preemption_in_chunks_and_with_other_threads(
+def test_after_preemption_in_chunks_with_drafts_and_other_threads(
     servers: Callable[[str], Server], alone: list[list[Any]]
 ) -> None:
     """Requests that matter more come while others run in a pool that is full."""
@@ -119,5 +121,7 @@ def test_after_preemption_in_chunks_and_with_other_threads(
     for _ in range(2):
         assert all_at_once(server.url, several) == alone * 3
     assert metric(server, "num_preemptions_total") > 0
+    assert metric(server, "spec_decode_num_accepted_tokens_total") > 0
+    assert metric(servers("roomy"), "spec_decode_num_draft_tokens_total") == 0
     flush(server)
     assert [ask(server.url, request) for request in REQUESTS] == alone

@@ -57,8 +57,9 @@ class Driver:
     """Scheduler, worker, detokenizer and gateway, with queues between them that the test moves along."""
 
     def __init__(
-        self, policy: str = "fcfs", *, pages: int = 20, page_size: int = 4, chunk: int = 16, radix: bool = True
-    ) -> None:
+        self, policy: str = "fcfs", *, pages: int = 20, page_size: int = 4, chunk: int = 16, radix: bool = True,
+        max_drafts: int = 0,
+    ) -> None:  # fmt: skip
         self.config = ServerConfig(
             scheduler=SchedulerConfig(
                 schedule_policy=policy,  # type: ignore[arg-type]
@@ -69,7 +70,9 @@ class Driver:
             ),
             cache=CacheConfig(page_size=page_size, disable_radix_cache=not radix),
         )
-        self.worker = FakeWorker(num_pages=pages, page_size=page_size, context_len=200, vocab_size=VOCAB, max_slots=8)
+        self.worker = FakeWorker(
+            num_pages=pages, page_size=page_size, context_len=200, vocab_size=VOCAB, max_slots=8, max_drafts=max_drafts
+        )
         self.generations = {"scheduler-0": 0, "detokenizer-0": 0, "worker-0": 0}
         self.clients: dict[str, Client] = {}
         self.now = 1000.0
@@ -109,7 +112,7 @@ class Driver:
         old = self.worker
         self.worker = FakeWorker(
             num_pages=old.num_pages, page_size=old.page_size, context_len=200, vocab_size=VOCAB, max_slots=8,
-            generation=self.generations["worker-0"], poison=old.poison,
+            generation=self.generations["worker-0"], poison=old.poison, max_drafts=old.max_drafts,
         )  # fmt: skip
         self.to_scheduler.append(self.worker.ready())
 
@@ -355,6 +358,7 @@ def storm(rng: random.Random) -> None:
         page_size=rng.choice([1, 2, 4, 8]),
         chunk=rng.choice([5, 16, 200]),
         radix=rng.random() < 0.8,
+        max_drafts=rng.choice([0, 1, 5]),
     )
     for _ in range(300):
         match rng.randrange(20):
@@ -374,7 +378,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.driver = Driver(pages=16)
+        self.driver = Driver(pages=16, max_drafts=3)
 
     @rule(seed=st.integers(0, 1 << 16))
     def submit(self, seed: int) -> None:

@@ -60,12 +60,13 @@ SAMPLES: list[Any] = [
     m.WorkerReady(
         epoch=1, generation=0, rank=0, num_pages=10, page_size=16, context_len=64, vocab_size=100, max_slots=8,
         model_path="generic-torch", batch_invariant=True, dtype="float32", device="cpu", threads=1,
-        kv_bytes_per_token=4, weight_bytes=5,
+        kv_bytes_per_token=4, weight_bytes=5, max_drafts=8,
     ),
     m.StepResult(
         epoch=1, step=2, num_ids=m.pack_i32([1]), ids=m.pack_i32([5]), flags=b"\x01", logprobs=m.pack_f32([-0.5]),
         top_logprobs=[TOP], prompt_logprobs=[m.PromptLogprobs(0, 1, m.pack_f32([-1.0]), [TOP])],
-        failures=[m.RowFailure(0, "bad")], started=1.5, forward_s=0.5, sample_s=0.25, idle_s=0.125,
+        failures=[m.RowFailure(0, "bad")], num_drafts=m.pack_i32([3]), started=1.5, forward_s=0.5, sample_s=0.25,
+        idle_s=0.125,
     ),
     m.WorkerControlReply(request_id="q", ok=False, message="running", status=409),
     m.TokenBatch(
