@@ -12,7 +12,7 @@ from worker_proc.runner import PackedBatch
 from worker_proc.speculation import step_times
 from worker_proc.speculation.acceptance import PRIOR, Acceptance
 from worker_proc.speculation.lookup import MAX_MATCH, MAX_PLACES, PromptLookup
-from worker_proc.speculation.speculator import num_worthwhile
+from worker_proc.speculation.speculator import COST, num_worthwhile
 from worker_proc.speculation.step_times import NUM_TOKENS, StepTimes
 
 
@@ -149,7 +149,7 @@ def test_measured_are_steps_of_one_sequence_that_fits() -> None:
     [
         ([0.9, 0.1, 0.01], [1.0, 1.0], 3),  # they cost nothing
         ([1.0, 1.0, 1.0], [1.0, 65.0], 0),  # they cost what an id alone does
-        ([0.9, 0.4, 0.2], [1.0, 33.0], 1),  # they cost half of it: only the first yields more than that
+        ([0.9, 0.5, 0.2], [1.0, 33.0], 1),  # they cost half of it and COST: only the first yields more than that
         ([], [1.0, 1.0], 0),
     ],
 )
@@ -162,20 +162,20 @@ def test_drafts_are_worth_it_while_ids_grow_faster_than_the_time(
 def test_a_step_that_begins_another_tile_is_worth_it_for_enough_drafts_only() -> None:
     times = StepTimes([1.0, 1.0, 1.6, 1.6], [1, 4, 5, 12])  # up to 4 tokens one tile, then two
     assert num_worthwhile([0.5] * 4, 4, 4, times) == 0
-    assert num_worthwhile([0.5] * 8, 4, 4, times) == 8  # 4 ids more for 0.6 of the time more
+    assert num_worthwhile([0.7] * 8, 4, 4, times) == 8  # 5.6 ids more for 0.6 x COST of the time more
 
 
 @given(st.lists(st.floats(0.001, 1), min_size=2, max_size=2), st.integers(1, 90), st.integers(1, 30))
 def test_no_draft_below_the_least_slope_is_worth_it(seconds: list[float], num_tokens: int, num_rows: int) -> None:
     times = StepTimes([seconds[0], sum(seconds), sum(seconds) * 2], [1, 30, 64])
-    least = times.least_slope(num_tokens) * num_rows / times.at(num_rows)
+    least = COST * times.least_slope(num_tokens) * num_rows / times.at(num_rows)
     assert num_worthwhile([least * 0.999] * 80, num_tokens, num_rows, times) == 0
 
 
 def test_time_that_does_not_depend_on_tokens_makes_drafts_cheaper() -> None:
     times = StepTimes([1.0, 65.0], [1, 65])
     assert num_worthwhile([0.6], 1, 1, times) == 0
-    assert num_worthwhile([0.6], 1, 1, times, beside_s=1.0) == 1
+    assert num_worthwhile([0.65], 1, 1, times, beside_s=1.0) == 1
 
 
 def test_beside_a_prompt_that_fills_the_step_drafts_are_no_longer_free() -> None:

@@ -174,7 +174,11 @@ def test_positions_end_where_the_models_do() -> None:
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{"presence_penalty": 1.0}, {"repetition_penalty": 1.2}, {"grammar": Grammar(kind="regex", text="1|2 3|4 1|2 3|4 1|2 3")}],
+    [
+        {"presence_penalty": 1.0},
+        {"repetition_penalty": 1.2},
+        {"grammar": Grammar(kind="regex", text="1|2 3|4 1|2 3|4 1|2 3")},
+    ],
     ids=["presence", "repetition", "grammar"],
 )
 def test_rows_that_look_back_have_no_drafts(kwargs: dict[str, Any]) -> None:

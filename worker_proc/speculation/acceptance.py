@@ -28,7 +28,7 @@ class Acceptance:
         # One more id agrees before the second draft if the first was right. Still it is less likely than the first
         # draft after so many: of long agreements most are of texts that go round in circles.
         self.chances = [
-            [PRIOR[min(match + place, MAX_MATCH) - 1] for place in range(max_drafts)] for match in range(1, MAX_MATCH + 1)
+            [PRIOR[min(match + place, MAX_MATCH - 1)] for place in range(max_drafts)] for match in range(MAX_MATCH)
         ]
         """[MAX_MATCH, max_drafts]: row m - 1 is for m ids that agree, column n for the draft after n right ones."""
         self._seen = [[PRIOR_WEIGHT] * max_drafts for _ in self.chances]

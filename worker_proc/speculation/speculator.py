@@ -23,6 +23,8 @@ from worker_proc.speculation.step_times import StepTimes
 
 LEAST_CHANCE = 0.05
 """Drafts less likely than this are not looked at, even if they cost nothing."""
+COST = 1.2
+"""A draft counts as this many times what it adds to a step's forward pass: it is looked up, drawn and told of, too."""
 _SMOOTHING = 0.1
 _MOST_BESIDE = 3.0
 """Times what the tokens take: a step that took longer was held up, or every draft is cheap as it is."""
@@ -85,7 +87,7 @@ class Speculator:
 
     def _least_chance(self, num_tokens: int, num_rows: int) -> float:
         """What a draft must have, to yield as much in its time as the rows do in theirs."""
-        return self._times.least_slope(num_tokens) * num_rows / (self._times.at(num_rows) + self._beside_s)
+        return COST * self._times.least_slope(num_tokens) * num_rows / (self._times.at(num_rows) + self._beside_s)
 
     def _room(self, row: Row, page_size: int) -> int:
         """Drafts a row may have. None with a grammar or a penalty: what may come then depends on the ids before.
@@ -120,12 +122,13 @@ def num_worthwhile(
     one token of each row that samples (prompts) is counted as the ids that decoding would yield in that time.
     ``beside_s``: seconds of the step that do not depend on its tokens.
     """
-    seconds = times.at(num_tokens) + beside_s
+    at_first = times.at(num_tokens)
+    seconds = at_first + beside_s
     expected = num_rows * seconds / (times.at(num_rows) + beside_s)
     best, best_rate = 0, expected / seconds
     for number, chance in enumerate(chances, start=1):
         expected += chance
-        rate = expected / (times.at(num_tokens + number) + beside_s)
+        rate = expected / (seconds + COST * (times.at(num_tokens + number) - at_first))
         if rate > best_rate:
             best, best_rate = number, rate
     return best

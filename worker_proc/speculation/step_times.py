@@ -25,8 +25,8 @@ class StepTimes:
     """Seconds of a step, linear between the sizes that were measured."""
 
     def __init__(self, seconds: Sequence[float], num_tokens: Sequence[int] = NUM_TOKENS) -> None:
-        """``seconds``: [n] of steps of ``num_tokens`` [n >= 2, ascending]. A step never counts as slower than one of more
-        tokens: a measurement is too high when something else had a core, and never too low."""
+        """``seconds``: [n] of steps of ``num_tokens`` [n >= 2, ascending]. A step never counts as slower than one of
+        more tokens: a measurement is too high when something else had a core, and never too low."""
         sizes = np.arange(num_tokens[-1] + 1)
         rising = np.minimum.accumulate(np.asarray(seconds, np.float64)[::-1])[::-1]
         self._seconds: list[float] = np.interp(sizes, num_tokens, rising).tolist()
