@@ -19,18 +19,22 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import load, serve_bench, servers
 from bench.serve_bench import Options
-from common.messages import ForwardBatch, WorkerReady
+from common.messages import ForwardBatch, StepResult, WorkerReady, unpack_i32
 from common.trace import SchedulerStep
 from tools.replay.reader import read_run
 from worker_proc.executor import StepExecutor
+from worker_proc.packing import Row
 from worker_proc.runner import ModelRunner, PackedBatch
 from worker_proc.sampling.cpu import CpuSampler
+from worker_proc.speculation.speculator import Speculator
+from worker_proc.speculation.step_times import StepTimes
 
 CASES = {"short -c 8": ("short", 8, 32), "short -c 32": ("short", 32, 96)}
 """Workload, concurrency, requests of a turn."""
@@ -44,6 +48,24 @@ class Recording:
 
     ready: WorkerReady
     batches: list[ForwardBatch]
+    results: dict[int, StepResult]
+    """By step."""
+
+
+class SameDrafts(Speculator):
+    """Gives each row as many drafts as it had in the recording. ``counts``: [R] of the step to come."""
+
+    def __init__(self, max_drafts: int, context_length: int) -> None:
+        super().__init__(max_drafts, context_length, StepTimes([1.0, 1.0], [1, 64]))
+        self.counts: list[int] = []
+
+    def add(self, rows: Sequence[Row], page_size: int) -> None:
+        """See ``Speculator``."""
+        for row in rows:
+            if self.counts and self.counts[row.index]:
+                self.propose(row, self.counts[row.index])
+                row.num_drafts = len(row.proposal)
+                row.length += row.num_drafts
 
 
 class Taker:
@@ -64,17 +86,21 @@ class Taker:
 
 def read_batches(folder: str) -> Recording:
     """What the scheduler has written so far. Raises RuntimeError before a worker was ready."""
-    ready, batches = None, []
+    ready, batches, results = None, [], {}
     for segment in read_run(Path(folder)):
         for record in segment.records:
             if not isinstance(record, SchedulerStep):
                 continue
-            ready = next((m for m in record.messages if isinstance(m, WorkerReady)), ready)
+            for message in record.messages:
+                if isinstance(message, WorkerReady):
+                    ready = ready or message
+                elif isinstance(message, StepResult):
+                    results[message.step] = message
             if record.batch is not None:
                 batches.append(record.batch)
     if ready is None:
         raise RuntimeError(f"{folder}: no worker has become ready; is the server up?")
-    return Recording(ready, batches)
+    return Recording(ready, batches, results)
 
 
 class BareLoop:
@@ -83,15 +109,22 @@ class BareLoop:
     def __init__(self, model: str, ready: WorkerReady) -> None:
         self._runner = fast_runner(model, ready)
         self._taker = Taker(self._runner)
-        self._executor = StepExecutor(self._taker, CpuSampler(ready.threads))
+        self._drafts = SameDrafts(ready.max_drafts, ready.context_len)
+        self._executor = StepExecutor(self._taker, CpuSampler(ready.threads), speculator=self._drafts)
         self._num_followed = 0
 
-    def follow(self, batches: list[ForwardBatch]) -> list[PackedBatch]:
-        """Run those of a server's batches that are new; packed, as the forward took them."""
+    def follow(self, recording: Recording) -> list[PackedBatch]:
+        """Run those of a server's batches that are new; packed, as the forward took them.
+
+        Raises RuntimeError where they do not give the ids that they gave the server.
+        """
         self._taker.taken = []
-        for batch in batches[self._num_followed :]:
-            self._executor.execute(batch)
-        self._num_followed = len(batches)
+        for batch in recording.batches[self._num_followed :]:
+            recorded = recording.results[batch.step]
+            self._drafts.counts = unpack_i32(recorded.num_drafts).tolist()
+            if self._executor.execute(batch).ids != recorded.ids:
+                raise RuntimeError(f"step {batch.step} gives other ids than it gave the server")
+        self._num_followed = len(recording.batches)
         return self._taker.taken
 
     def seconds(self, packed: list[PackedBatch]) -> float:
@@ -131,13 +164,13 @@ def take_turns(model: str, case: str, turns: int, folder: str) -> dict[str, Any]
         time.sleep(SETTLE_S)
         loop = BareLoop(model, read_batches(folder).ready)
         try:
-            loop.follow(read_batches(folder).batches)
+            loop.follow(read_batches(folder))
             for turn in range(turns):
                 served_load = load.put(server, Options(server.url, "default", workload, concurrency, n, turn, warmup=0))
                 if served_load.run.errors:
                     raise RuntimeError(f"{len(served_load.run.errors)} requests failed: {served_load.run.errors[0]}")
                 time.sleep(SETTLE_S)
-                packed = loop.follow(read_batches(folder).batches)
+                packed = loop.follow(read_batches(folder))
                 served.append(served_load.summary["out_tok_s"])
                 bare.append(served_load.tokens / loop.seconds(packed))
                 ratios.append(served[-1] / bare[-1])

@@ -89,7 +89,7 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
         runner = lead(context, loaded)
     grammars = make_grammar_backend(context, runner.vocab_size)
     ahead = both_ahead(runner, sampler)
-    speculator, step_seconds = make_speculator(config.worker, loaded, runner, ahead is not None, state)
+    speculator, step_seconds = make_speculator(config.worker, loaded, runner, threads, ahead is not None, state)
     remember(context, loaded, state, step_seconds)
     executor = StepExecutor(runner, sampler, grammars, ahead=ahead, speculator=speculator)
     ready = WorkerReady(
@@ -137,7 +137,12 @@ def remember(
 
 
 def make_speculator(
-    config: WorkerConfig, loaded: LoadedWorker, runner: ModelRunner, runs_ahead: bool, state: WorkerState | None
+    config: WorkerConfig,
+    loaded: LoadedWorker,
+    runner: ModelRunner,
+    threads: int,
+    runs_ahead: bool,
+    state: WorkerState | None,
 ) -> tuple[Speculator | None, list[float]]:
     """As --speculative-algorithm says, and the step times it goes by: measured, or those of the first incarnation.
 
@@ -155,7 +160,7 @@ def make_speculator(
     from worker_proc.speculation.speculator import Speculator
 
     max_tokens = min(loaded.num_pages * runner.page_size, loaded.context_length)
-    seconds = state.step_seconds if state and state.step_seconds else step_times.measure(runner, max_tokens)
+    seconds = state.step_seconds if state and state.step_seconds else step_times.measure(runner, max_tokens, threads)
     most = config.speculative_num_draft_tokens
     words = ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(step_times.NUM_TOKENS, seconds, strict=True))
     log.info("up to %d drafts of a request in a step; milliseconds of steps by tokens: %s", most, words)

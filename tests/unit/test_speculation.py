@@ -12,8 +12,8 @@ from worker_proc.runner import PackedBatch
 from worker_proc.speculation import step_times
 from worker_proc.speculation.acceptance import PRIOR, Acceptance
 from worker_proc.speculation.lookup import MAX_MATCH, MAX_PLACES, PromptLookup
-from worker_proc.speculation.speculator import COST, num_worthwhile
-from worker_proc.speculation.step_times import NUM_TOKENS, StepTimes
+from worker_proc.speculation.speculator import num_worthwhile
+from worker_proc.speculation.step_times import NUM_TOKENS, ServedTimes, StepTimes
 
 
 def looked_up(ids: list[int], count: int) -> tuple[list[int], int]:
@@ -139,47 +139,71 @@ class TickingRunner(FakeRunner):
 
 def test_measured_are_steps_of_one_sequence_that_fits() -> None:
     runner = TickingRunner(num_pages=6)
-    seconds = step_times.measure(runner, 6 * PAGE, clock=lambda: runner.now)
-    assert seconds == [float(n) for n in NUM_TOKENS]  # larger ones in proportion
+    seconds = step_times.measure(runner, 6 * PAGE, 2, clock=lambda: runner.now)
+    assert seconds == [n / 2 for n in NUM_TOKENS]  # of two threads; larger ones in proportion
     assert max(batch.ids.size for batch in runner.batches) == 6 * PAGE
+
+
+def served(seconds: list[float], num_tokens: list[int], beside_s: float = 0.0) -> ServedTimes:
+    """Times in service that are those alone, but for ``beside_s``."""
+    return ServedTimes(StepTimes(seconds, num_tokens), beside_s, draft_cost=1.0)
 
 
 @pytest.mark.parametrize(
     ("chances", "seconds", "wanted"),
     [
         ([0.9, 0.1, 0.01], [1.0, 1.0], 3),  # they cost nothing
+        ([0.04], [1.0, 1.0], 0),  # but the step a little
         ([1.0, 1.0, 1.0], [1.0, 65.0], 0),  # they cost what an id alone does
-        ([0.9, 0.5, 0.2], [1.0, 33.0], 1),  # they cost half of it and COST: only the first yields more than that
+        ([0.9, 0.4, 0.2], [1.0, 33.0], 1),  # they cost half of it: only the first yields more than that
         ([], [1.0, 1.0], 0),
     ],
 )
 def test_drafts_are_worth_it_while_ids_grow_faster_than_the_time(
     chances: list[float], seconds: list[float], wanted: int
 ) -> None:
-    assert num_worthwhile(chances, 1, 1, StepTimes(seconds, [1, 65])) == wanted
+    assert num_worthwhile(chances, 1, 1, served(seconds, [1, 65])) == wanted
 
 
 def test_a_step_that_begins_another_tile_is_worth_it_for_enough_drafts_only() -> None:
-    times = StepTimes([1.0, 1.0, 1.6, 1.6], [1, 4, 5, 12])  # up to 4 tokens one tile, then two
+    times = served([1.0, 1.0, 1.6, 1.6], [1, 4, 5, 12])  # up to 4 tokens one tile, then two
     assert num_worthwhile([0.5] * 4, 4, 4, times) == 0
-    assert num_worthwhile([0.7] * 8, 4, 4, times) == 8  # 5.6 ids more for 0.6 x COST of the time more
+    assert num_worthwhile([0.5] * 8, 4, 4, times) == 8  # 4 ids more for 0.6 of the time more
 
 
 @given(st.lists(st.floats(0.001, 1), min_size=2, max_size=2), st.integers(1, 90), st.integers(1, 30))
-def test_no_draft_below_the_least_slope_is_worth_it(seconds: list[float], num_tokens: int, num_rows: int) -> None:
-    times = StepTimes([seconds[0], sum(seconds), sum(seconds) * 2], [1, 30, 64])
-    least = COST * times.least_slope(num_tokens) * num_rows / times.at(num_rows)
+def test_no_draft_below_the_least_cost_is_worth_it(seconds: list[float], num_tokens: int, num_rows: int) -> None:
+    times = ServedTimes(StepTimes([seconds[0], sum(seconds), sum(seconds) * 2], [1, 30, 64]))
+    least = times.least_of_draft(num_tokens) * num_rows / times.at(num_rows)
     assert num_worthwhile([least * 0.999] * 80, num_tokens, num_rows, times) == 0
 
 
 def test_time_that_does_not_depend_on_tokens_makes_drafts_cheaper() -> None:
-    times = StepTimes([1.0, 65.0], [1, 65])
-    assert num_worthwhile([0.6], 1, 1, times) == 0
-    assert num_worthwhile([0.65], 1, 1, times, beside_s=1.0) == 1
+    assert num_worthwhile([0.7], 1, 1, served([1.0, 65.0], [1, 65])) == 0
+    assert num_worthwhile([0.7], 1, 1, served([1.0, 65.0], [1, 65], beside_s=1.0)) == 1
 
 
 def test_beside_a_prompt_that_fills_the_step_drafts_are_no_longer_free() -> None:
-    times = StepTimes([1.0, 1.0, 5.0], [1, 16, 64])
-    assert num_worthwhile([0.3], 8, 8, times) == 1
-    assert num_worthwhile([0.3], 56, 8, times) == 0
-    assert num_worthwhile([0.9], 56, 8, times) == 1
+    times = served([1.0, 1.0, 5.0], [1, 16, 64])
+    assert num_worthwhile([0.5], 8, 8, times) == 1
+    assert num_worthwhile([0.5], 56, 8, times) == 0
+    assert num_worthwhile([0.9] * 8, 56, 8, times) == 8
+
+
+def test_in_service_steps_show_what_they_take_beside_their_tokens() -> None:
+    alone = StepTimes([1.0, 1.5, 4.0], [1, 8, 64])
+    times = ServedTimes(alone, draft_cost=1.5)
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        rows, drafts = int(rng.integers(1, 9)), int(rng.choice([0, 4, 16, 30]))
+        added = alone.at(rows + drafts) - alone.at(rows)
+        times.learn((alone.at(rows) + 0.5 + 1.5 * added) * rng.uniform(0.95, 1.05), rows, drafts)
+    assert times.beside_s == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_step_that_was_held_up_teaches_little() -> None:
+    times = served([1.0, 2.0], [1, 64])
+    times.learn(1000.0, 1, 8)
+    assert times.beside_s < 0.4
+    times.learn(0.0, 1, 8)
+    assert times.beside_s >= 0

@@ -231,24 +231,25 @@ def loaded(runner: FakeRunner) -> LoadedWorker:
 def test_by_default_there_are_drafts_where_they_cannot_change_an_id(invariant: bool) -> None:
     runner = FakeRunner()
     runner.batch_invariant = invariant
-    speculator, seconds = make_speculator(WorkerConfig(), loaded(runner), runner, False, None)
+    speculator, seconds = make_speculator(WorkerConfig(), loaded(runner), runner, 1, False, None)
     assert (speculator is not None) == invariant == bool(seconds)
     asked = WorkerConfig(speculative_algorithm="ngram", speculative_num_draft_tokens=3)
-    speculator, _ = make_speculator(asked, loaded(runner), runner, False, None)
+    speculator, _ = make_speculator(asked, loaded(runner), runner, 1, False, None)
     assert speculator is not None and speculator.max_drafts == 3
-    assert make_speculator(WorkerConfig(speculative_algorithm="none"), loaded(runner), runner, False, None)[0] is None
+    none = WorkerConfig(speculative_algorithm="none")
+    assert make_speculator(none, loaded(runner), runner, 1, False, None)[0] is None
 
 
 def test_where_steps_run_ahead_drafts_cannot_be_asked_for() -> None:
     runner = FakeRunner()
-    assert make_speculator(WorkerConfig(), loaded(runner), runner, True, None)[0] is None
+    assert make_speculator(WorkerConfig(), loaded(runner), runner, 1, True, None)[0] is None
     with pytest.raises(ConfigError, match="--speculative-algorithm ngram"):
-        make_speculator(WorkerConfig(speculative_algorithm="ngram"), loaded(runner), runner, True, None)
+        make_speculator(WorkerConfig(speculative_algorithm="ngram"), loaded(runner), runner, 1, True, None)
 
 
 def test_a_restarted_worker_does_not_measure_again() -> None:
     runner = FakeRunner()
     times = [float(n) for n in NUM_TOKENS]
     state = WorkerState(path="fake", dtype="float32", num_pages=64, page_size=PAGE, step_seconds=times)
-    _, seconds = make_speculator(WorkerConfig(), loaded(runner), runner, False, state)
+    _, seconds = make_speculator(WorkerConfig(), loaded(runner), runner, 1, False, state)
     assert seconds == times and not runner.batches

@@ -7,7 +7,7 @@ the random number that belongs to an output's place. Bit for bit that holds wher
 what shares the step (``ModelRunner.batch_invariant``), and only there this is on by default.
 
 How many drafts a step takes follows from what it yields in a second. Chances of the drafts come from ``Acceptance``,
-seconds from ``StepTimes``; drafts are added, the likeliest first, as long as the ids to be expected grow faster than
+seconds from ``ServedTimes``; drafts are added, the likeliest first, as long as the ids to be expected grow faster than
 the time. One request on a machine that waits for its weights gets all it may have; of many requests only the drafts
 that are nearly certain are worth their arithmetic.
 """
@@ -19,15 +19,13 @@ from collections.abc import Sequence
 from worker_proc.packing import Row
 from worker_proc.speculation.acceptance import Acceptance
 from worker_proc.speculation.lookup import PromptLookup
-from worker_proc.speculation.step_times import StepTimes
+from worker_proc.speculation.step_times import ServedTimes, StepTimes
 
 LEAST_CHANCE = 0.05
 """Drafts less likely than this are not looked at, even if they cost nothing."""
-COST = 1.2
-"""A draft counts as this many times what it adds to a step's forward pass: it is looked up, drawn and told of, too."""
-_SMOOTHING = 0.1
-_MOST_BESIDE = 3.0
-"""Times what the tokens take: a step that took longer was held up, or every draft is cheap as it is."""
+STEP_COST = 0.05
+"""Times a step of decoding that one with drafts takes longer whatever their number: looking them up, and rows of
+several ids in all processes that they pass. Gains below that are not worth the work."""
 
 
 class Speculator:
@@ -39,10 +37,8 @@ class Speculator:
     def __init__(self, max_drafts: int, context_length: int, times: StepTimes) -> None:
         self.max_drafts = max_drafts
         self._context_length = context_length
-        self._times = times
+        self._times = ServedTimes(times)
         self._acceptance = Acceptance(max_drafts)
-        self._beside_s = 0.0
-        """What steps take beside the time of their tokens: attention to long contexts, drawing."""
 
     def add(self, rows: Sequence[Row], page_size: int) -> None:
         """Lengthen rows by drafts, where that pays. ``rows``: all of a step that compute something."""
@@ -55,20 +51,15 @@ class Speculator:
             room = self._room(row, page_size)
             if room < 1:
                 continue
-            lookup = self._lookup(row)
-            place, match = lookup.longest()
-            if not match:
-                continue
-            likely = chances[match - 1][0] >= least
-            row.match, row.proposal = match, lookup.after(place, room if likely else 1)
-            if likely:
-                run = self._acceptance.run(match, room)
+            self.propose(row, room)
+            if row.match and chances[row.match - 1][0] >= least:
+                run = self._acceptance.run(row.match, room)
                 found += [(chance, row) for chance in run if chance >= least]
         if not found:
             return
         found.sort(key=lambda each: -each[0])  # a row's own are in order: each is less likely than the one before
         likeliest = [chance for chance, _ in found]
-        for _, row in found[: num_worthwhile(likeliest, num_tokens, num_rows, self._times, self._beside_s)]:
+        for _, row in found[: num_worthwhile(likeliest, num_tokens, num_rows, self._times)]:
             row.num_drafts += 1
             row.length += 1
 
@@ -79,15 +70,13 @@ class Speculator:
 
     def took(self, rows: Sequence[Row], seconds: float) -> None:
         """A step of these rows took so long. Those with prompts are not counted: they are of all sizes."""
-        num_tokens = sum([row.length for row in rows])
-        if rows and num_tokens == len(rows) + sum([row.num_drafts for row in rows]):
-            expected_s = self._times.at(num_tokens)
-            beside_s = min(max(seconds - expected_s, 0.0), _MOST_BESIDE * expected_s)
-            self._beside_s += _SMOOTHING * (beside_s - self._beside_s)
+        num_drafts = sum([row.num_drafts for row in rows])
+        if rows and sum([row.length for row in rows]) == len(rows) + num_drafts:
+            self._times.learn(seconds, len(rows), num_drafts)
 
     def _least_chance(self, num_tokens: int, num_rows: int) -> float:
         """What a draft must have, to yield as much in its time as the rows do in theirs."""
-        return COST * self._times.least_slope(num_tokens) * num_rows / (self._times.at(num_rows) + self._beside_s)
+        return self._times.least_of_draft(num_tokens) * num_rows / self._times.at(num_rows)
 
     def _room(self, row: Row, page_size: int) -> int:
         """Drafts a row may have. None with a grammar or a penalty: what may come then depends on the ids before.
@@ -104,31 +93,31 @@ class Speculator:
         return min(self.max_drafts, most - known - 1)
 
     @staticmethod
-    def _lookup(row: Row) -> PromptLookup:
-        """The request's ids, those that are new since it was asked for last included."""
+    def propose(row: Row, count: int) -> None:
+        """Look up ``count`` ids that may come after those that the row's request has by now."""
         slot = row.slot
-        if slot.lookup is None:
-            slot.lookup = PromptLookup()
-        slot.lookup.extend(slot.ids.view()[len(slot.lookup.ids) :].tolist())
-        return slot.lookup
+        lookup = slot.lookup
+        if lookup is None:
+            lookup = slot.lookup = PromptLookup()
+        lookup.extend(slot.ids.view()[len(lookup.ids) :].tolist())
+        place, row.match = lookup.longest()
+        if row.match:
+            row.proposal = lookup.after(place, count)
 
 
-def num_worthwhile(
-    chances: Sequence[float], num_tokens: int, num_rows: int, times: StepTimes, beside_s: float = 0.0
-) -> int:
+def num_worthwhile(chances: Sequence[float], num_tokens: int, num_rows: int, times: ServedTimes) -> int:
     """How many drafts a step is to have: the number with the most expected yield per second.
 
     ``chances``: [n] descending. ``num_tokens`` and ``num_rows``: of the step without drafts; what it computes beside
     one token of each row that samples (prompts) is counted as the ids that decoding would yield in that time.
-    ``beside_s``: seconds of the step that do not depend on its tokens.
     """
-    at_first = times.at(num_tokens)
-    seconds = at_first + beside_s
-    expected = num_rows * seconds / (times.at(num_rows) + beside_s)
+    seconds = times.at(num_tokens)
+    expected = num_rows * seconds / times.at(num_rows)
     best, best_rate = 0, expected / seconds
+    extra_s = STEP_COST * times.at(num_rows)
     for number, chance in enumerate(chances, start=1):
         expected += chance
-        rate = expected / (seconds + COST * (times.at(num_tokens + number) - at_first))
+        rate = expected / (times.at(num_tokens, number) + extra_s)
         if rate > best_rate:
             best, best_rate = number, rate
     return best

@@ -13,12 +13,18 @@ import numpy as np
 
 from worker_proc.runner import ModelRunner, PackedBatch
 
+_SMOOTHING = 0.1
+_MOST = 4.0
+"""A step counts as at most so many times as long as its forward pass alone was: a longer one was held up."""
+DRAFT_COST = 1.25
+"""Times what it adds to a forward pass alone: it is looked up, drawn and told of, and takes from the cores what other
+processes would have had while the step waited for memory."""
 NUM_TOKENS = (1, 4, 8, 12, 13, 16, 17, 24, 25, 32, 36, 37, 48, 49, 64)
 """Measured. Products are computed in tiles of up to 6, 12 or 16 rows, and another tile is a stair. Steps of more tokens
 cost as much per further token as from 48 to the last."""
-REPEATS = 2
+REPEATS = 4
 ENOUGH_S = 0.5
-"""After so long each size is measured once: the steps are long then, and vary less."""
+"""After so long there is no other round."""
 
 
 class StepTimes:
@@ -53,26 +59,56 @@ class StepTimes:
         return self._least[min(num_tokens, len(self._least) - 1)]
 
 
-def measure(runner: ModelRunner, max_tokens: int, clock: Callable[[], float] = time.perf_counter) -> list[float]:
-    """Seconds of a step of each of ``NUM_TOKENS``, least of some; all logits are wanted, as of drafts.
+class ServedTimes:
+    """The same in service: with long contexts, drawing, and other processes on the cores.
+
+    A step's seconds = those of its tokens without drafts + ``beside_s``, a moving average + what its drafts add.
+    """
+
+    def __init__(self, alone: StepTimes, beside_s: float = 0.0, draft_cost: float = DRAFT_COST) -> None:
+        self.alone = alone
+        self.beside_s = beside_s
+        self._draft_cost = draft_cost
+
+    def at(self, num_tokens: int, num_drafts: int = 0) -> float:
+        """Seconds of a step of ``num_tokens``, and of drafts besides."""
+        first = self.alone.at(num_tokens)
+        if not num_drafts:
+            return first + self.beside_s
+        return first + self.beside_s + self._draft_cost * (self.alone.at(num_tokens + num_drafts) - first)
+
+    def least_of_draft(self, num_tokens: int) -> float:
+        """Seconds of one draft beside ``num_tokens``, at least."""
+        return self._draft_cost * self.alone.least_slope(num_tokens)
+
+    def learn(self, seconds: float, num_tokens: int, num_drafts: int) -> None:
+        """A step of decoding took so long."""
+        most = _MOST * self.alone.at(num_tokens + num_drafts)
+        error_s = min(seconds, most) - self.at(num_tokens, num_drafts)
+        self.beside_s = max(self.beside_s + _SMOOTHING * error_s, 0.0)
+
+
+def measure(
+    runner: ModelRunner, max_tokens: int, num_threads: int, clock: Callable[[], float] = time.process_time
+) -> list[float]:
+    """Seconds of a step of each of ``NUM_TOKENS``, least of some rounds; all logits are wanted, as of drafts.
 
     ``max_tokens``: what the pool and the model's positions allow; larger steps are not measured and taken to cost
-    what their tokens do. Overwrites the pool's first pages.
+    what their tokens do. ``clock``: the processor's time for the ``num_threads`` of the step together, since many a
+    server starts on a machine that is busy starting others. Overwrites the pool's first pages.
     """
-    out: list[float] = []
-    began = clock()
-    for num_tokens in NUM_TOKENS:
-        if num_tokens > max_tokens:
-            out.append(out[-1] * num_tokens / NUM_TOKENS[len(out) - 1])
-            continue
-        batch = _one_sequence(num_tokens, runner.page_size)
-        times: list[float] = []
-        while not times or (len(times) < REPEATS and clock() - began < ENOUGH_S):
+    batches = [_one_sequence(n, runner.page_size) for n in NUM_TOKENS if n <= max_tokens]
+    least = [float("inf")] * len(batches)
+    began = time.perf_counter()
+    for _ in range(REPEATS):
+        for place, batch in enumerate(batches):
             before = clock()
             runner.forward(batch).argmax(1)  # drawing reads them
-            times.append(clock() - before)
-        out.append(min(times))
-    return out
+            least[place] = min(least[place], (clock() - before) / num_threads)
+        if time.perf_counter() - began > ENOUGH_S:
+            break
+    largest = NUM_TOKENS[len(least) - 1]
+    return least + [least[-1] * n / largest for n in NUM_TOKENS[len(least) :]]
 
 
 def _one_sequence(num_tokens: int, page_size: int) -> PackedBatch:
