@@ -123,11 +123,15 @@ def table(results: Results, cases: list[Case]) -> str:
 
 def specs_from(args: argparse.Namespace) -> list[ServerSpec]:
     """The servers named on the command line, ours first."""
-    specs = [servers.quintet(*args.quintet_flag, model=args.model_dir)]
+    flags = args.quintet_flag
+    specs = [servers.quintet(*flags, model=args.model_dir)]
+    if args.without_drafts:
+        plain = [*flags, "--speculative-algorithm", "none"]
+        specs.append(servers.quintet(*plain, model=args.model_dir, name="without drafts"))
     if args.vllm:
-        specs.append(servers.vllm_cpu(args.vllm, args.model_dir, args.vllm_dtype))
+        specs.append(servers.vllm_cpu(args.vllm, args.model_dir, args.vllm_dtype, args.vllm_flag))
     if args.llama_server:
-        specs.append(servers.llama_cpp(args.llama_server, args.gguf))
+        specs.append(servers.llama_cpp(args.llama_server, args.gguf, args.llama_flag))
     return specs
 
 
@@ -142,6 +146,9 @@ def main() -> int:
     parser.add_argument("--openvino", default="", help="Python of an environment with openvino-genai")
     parser.add_argument("--openvino-model", default="", help="the folder optimum-cli exported for it")
     parser.add_argument("--quintet-flag", action="append", default=[], help="further flag for launch.py; repeatable")
+    parser.add_argument("--without-drafts", action="store_true", help="ours with --speculative-algorithm none, too")
+    parser.add_argument("--vllm-flag", action="append", default=[], help="further flag for vLLM; repeatable")
+    parser.add_argument("--llama-flag", action="append", default=[], help="further flag for llama-server; repeatable")
     parser.add_argument("--case", action="append", default=[], help="only this case, e.g. 'short -c 8'; repeatable")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--log", default="/dev/null", help="where the servers' output goes")

@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,17 +66,17 @@ def quintet(*flags: str, model: str = "", name: str = "quintet") -> ServerSpec:
     return ServerSpec(name, [*command, *flags], "default")
 
 
-def vllm_cpu(executable: str, model_dir: str, dtype: str = "bfloat16") -> ServerSpec:
+def vllm_cpu(executable: str, model_dir: str, dtype: str = "bfloat16", flags: Sequence[str] = ()) -> ServerSpec:
     """vLLM for CPU serving a safetensors folder."""
     command = [executable, "serve", model_dir, "--dtype", dtype, "--max-model-len", "4096", "--port", "{port}"]
     env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "HF_HUB_OFFLINE": "1"}
-    return ServerSpec("vllm-cpu", [*command, "--served-model-name", "default"], "default", env)
+    return ServerSpec("vllm-cpu", [*command, *flags, "--served-model-name", "default"], "default", env)
 
 
-def llama_cpp(executable: str, gguf: str, slots: int = 32) -> ServerSpec:
+def llama_cpp(executable: str, gguf: str, flags: Sequence[str] = ()) -> ServerSpec:
     """llama.cpp's server with a unified KV cache."""
-    command = [executable, "-m", gguf, "-t", "2", "-np", str(slots), "-c", "65536", "-kvu", "--port", "{port}"]
-    return ServerSpec("llama.cpp", [*command, "--host", "127.0.0.1"], "default")
+    command = [executable, "-m", gguf, "-t", "2", "-np", "32", "-c", "65536", "-kvu", "--port", "{port}"]
+    return ServerSpec("llama.cpp", [*command, "--host", "127.0.0.1", *flags], "default")
 
 
 @contextmanager
