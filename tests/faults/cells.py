@@ -23,6 +23,8 @@ PHASES = {
 DECODING = ("greedy", "sampled", "json", "n=2")
 NUM_TOKENS = 600
 """So that a stream is still far from its end when its cell's fault comes."""
+MAX_DRAFTS = 2
+"""Of a row: greedy answers of a tiny model go round in circles, and nearly all drafts are right."""
 PREFILL_CHUNK = 16
 _SENTENCE = "It is over there, by the river. un deux trois quatre cinq six sept. That is the question. "
 _COLOURS = {"enum": ["red", "green", "blue", "yellow"]}
@@ -67,8 +69,9 @@ def body_of(phase: str, salt: str = "") -> dict[str, Any]:
 
     ``salt`` keeps the prefix cache of one cell from helping the next: the answer is the same, the work is not saved.
     """
-    greedy: dict[str, Any] = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "cache_salt": salt}
-    sampled = {**greedy, "temperature": 0.9, "top_p": 0.9, "seed": 11}
+    fixed = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "cache_salt": salt}
+    greedy: dict[str, Any] = {**fixed, "temperature": 0, "max_tokens": (1 + MAX_DRAFTS) * NUM_TOKENS}
+    sampled: dict[str, Any] = {**fixed, "temperature": 0.9, "top_p": 0.9, "seed": 11}
     if phase == "prefill":
         return {**greedy, "prompt": _SENTENCE * 150, "max_tokens": 40}
     if phase == "sampled":

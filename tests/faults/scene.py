@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tests.faults.cells import DECODING, PREFILL_CHUNK, Cell, body_of, num_slots
+from tests.faults.cells import DECODING, MAX_DRAFTS, PREFILL_CHUNK, Cell, body_of, num_slots
 from tests.faults.faults import Fault
 from tests.faults.streams import Reply, Stream, connect, server_info
 from tests.integration.server import Server, eventually
@@ -18,6 +18,7 @@ SERVER_ARGS = [
     "--device", "cpu", "--cpu-threads", "1", "--dtype", "auto", "--max-total-tokens", "65536", "--gateways", "2",
     "--max-running-requests", str(MAX_RUNNING), "--chunked-prefill-size", str(PREFILL_CHUNK),
     "--hang-timeout-s", "3", "--max-restarts", "100", "--drain-seconds", "120",
+    "--speculative-num-draft-tokens", str(MAX_DRAFTS),
 ]  # fmt: skip
 """A pool in which nobody is preempted, and restarts without end: it is we who kill."""
 DOOMED, OTHER = "gateway-0", "gateway-1"
