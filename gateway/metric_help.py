@@ -20,6 +20,8 @@ ENGINE = {
     "num_requests": "Requests that came to the scheduler and were not refused",
     "num_preemptions": "Times a running request gave its pages to others",
     "num_steps": "Forward steps of the worker",
+    "spec_decode_num_draft_tokens": "Tokens computed in the hope that they would be drawn",
+    "spec_decode_num_accepted_tokens": "Of these, tokens that were",
     "num_prefill_tokens": "Prompt tokens computed",
     "num_bad_frames": "Frames and connections refused by the engine's inboxes",
     "num_invariant_failures": "Times the bookkeeping of KV pages did not add up",
