@@ -18,6 +18,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,11 @@ def run_case(server: Running, case: Case) -> dict[str, Any]:
     return found.summary
 
 
-def run_round(specs: list[ServerSpec], cases: list[Case], results: Results, log_path: str) -> None:
-    """Start each server once and send it every case; appends to ``results``."""
+def run_round(specs: list[ServerSpec], cases: list[Case], results: Results, log_path: str, settle_s: float) -> None:
+    """Start each server once, leave it alone for ``settle_s``, and send it every case; appends to ``results``."""
     for spec in specs:
         with servers.serve(spec, log_path=log_path) as server:
+            time.sleep(settle_s)
             for case in cases:
                 summary = run_case(server, case)
                 results.setdefault(spec.name, {}).setdefault(case.name, []).append(summary)
@@ -107,7 +109,7 @@ def median(results: Results, server: str, case: Case, figure: str) -> float:
 
 def table(results: Results, cases: list[Case]) -> str:
     """A Markdown table: per case and server the figure, TTFT and ITL medians, and the ratio of ours to it."""
-    names = list(results)
+    names = sorted(results, key=lambda name: name != "quintet")
     lines = ["| workload | figure | " + " | ".join(names) + " |", "|---" * (2 + len(names)) + "|"]
     for case in cases:
         ours = median(results, "quintet", case, case.figure)
@@ -151,14 +153,18 @@ def main() -> int:
     parser.add_argument("--llama-flag", action="append", default=[], help="further flag for llama-server; repeatable")
     parser.add_argument("--case", action="append", default=[], help="only this case, e.g. 'short -c 8'; repeatable")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--settle-s", type=float, default=15.0, help="wait so long once a server is ready")
     parser.add_argument("--log", default="/dev/null", help="where the servers' output goes")
     args = parser.parse_args()
     cases = [case for case in CASES if not args.case or case.name in args.case]
     if not cases:
         parser.error(f"no such case; there are {', '.join(repr(case.name) for case in CASES)}")
     results: Results = {}
-    for _ in range(args.runs):
-        run_round(specs_from(args), cases, results, args.log)
+    for number in range(args.runs):
+        # In turn the first: where a hypervisor takes unused memory back, it is slow for who comes first after that.
+        specs = specs_from(args)
+        first = number % len(specs)
+        run_round(specs[first:] + specs[:first], cases, results, args.log, args.settle_s)
         if args.openvino:
             run_openvino(args, cases, results)
     print(table(results, cases))
