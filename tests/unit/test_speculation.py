@@ -149,6 +149,13 @@ def served(seconds: list[float], num_tokens: list[int], beside_s: float = 0.0) -
     return ServedTimes(StepTimes(seconds, num_tokens), beside_s, draft_cost=1.0)
 
 
+def test_of_a_model_whose_steps_are_long_a_few_sizes_are_measured() -> None:
+    runner = TickingRunner(num_pages=64 // PAGE)
+    seconds = step_times.measure(runner, 64, 1, clock=lambda: runner.now, wall=lambda: runner.now)
+    assert seconds == pytest.approx([float(n) for n in NUM_TOKENS])
+    assert tuple(batch.ids.size for batch in runner.batches) == step_times.COARSE
+
+
 @pytest.mark.parametrize(
     ("chances", "seconds", "wanted"),
     [

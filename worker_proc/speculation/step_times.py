@@ -22,9 +22,11 @@ processes would have had while the step waited for memory."""
 NUM_TOKENS = (1, 4, 8, 12, 13, 16, 17, 24, 25, 32, 36, 37, 48, 49, 64)
 """Measured. Products are computed in tiles of up to 6, 12 or 16 rows, and another tile is a stair. Steps of more tokens
 cost as much per further token as from 48 to the last."""
+COARSE = (1, 8, 24, 64)
+"""Those that are measured even of a model whose steps are long; the others then lie on the lines between them."""
 REPEATS = 4
 ENOUGH_S = 0.5
-"""After so long there is no other round."""
+"""After so long nothing else is measured."""
 
 
 class StepTimes:
@@ -89,7 +91,11 @@ class ServedTimes:
 
 
 def measure(
-    runner: ModelRunner, max_tokens: int, num_threads: int, clock: Callable[[], float] = time.process_time
+    runner: ModelRunner,
+    max_tokens: int,
+    num_threads: int,
+    clock: Callable[[], float] = time.process_time,
+    wall: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """Seconds of a step of each of ``NUM_TOKENS``, least of some rounds; all logits are wanted, as of drafts.
 
@@ -97,18 +103,22 @@ def measure(
     what their tokens do. ``clock``: the processor's time for the ``num_threads`` of the step together, since many a
     server starts on a machine that is busy starting others. Overwrites the pool's first pages.
     """
-    batches = [_one_sequence(n, runner.page_size) for n in NUM_TOKENS if n <= max_tokens]
-    least = [float("inf")] * len(batches)
-    began = time.perf_counter()
-    for _ in range(REPEATS):
-        for place, batch in enumerate(batches):
+    fitting = [n for n in NUM_TOKENS if n <= max_tokens]
+    coarse_first = sorted(fitting, key=lambda n: n not in COARSE and n != fitting[-1])
+    least: dict[int, float] = {}
+    began = wall()
+    for turn in range(REPEATS):
+        for num_tokens in coarse_first:
+            needed = turn == 0 and (num_tokens in COARSE or num_tokens == fitting[-1])
+            if not needed and wall() - began > ENOUGH_S:
+                break
+            batch = _one_sequence(num_tokens, runner.page_size)
             before = clock()
             runner.forward(batch).argmax(1)  # drawing reads them
-            least[place] = min(least[place], (clock() - before) / num_threads)
-        if time.perf_counter() - began > ENOUGH_S:
-            break
-    largest = NUM_TOKENS[len(least) - 1]
-    return least + [least[-1] * n / largest for n in NUM_TOKENS[len(least) :]]
+            least[num_tokens] = min(least.get(num_tokens, float("inf")), (clock() - before) / num_threads)
+    sizes = sorted(least)
+    found = np.interp(fitting, sizes, [least[n] for n in sizes]).tolist()
+    return found + [found[-1] * n / fitting[-1] for n in NUM_TOKENS[len(fitting) :]]
 
 
 def _one_sequence(num_tokens: int, page_size: int) -> PackedBatch:
