@@ -164,7 +164,7 @@ class SlotTable:
 
     def append_until_end(self, slot: int, tokens: Sequence[int], stop_ids: frozenset[int]) -> tuple[int, bool]:
         """Add ids up to one that ends the request: a stop id, or the last it may have. Returns how many were added,
-        and whether the last of them is its end. Of one id too, where no drafts are, this is what a row does."""
+        and whether the last of them is its end."""
         known, limit = self.known[slot], self.limit[slot]
         for number, token in enumerate(tokens, start=1):
             self.id_at[slot, known] = token

@@ -43,6 +43,13 @@ class EchoRunner(FakeRunner):
         return logits[batch.logit_rows]
 
 
+class Cycle(EchoRunner):
+    """1, 2, 3, 4, 5, 1, ...: every draft is right."""
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        return np.eye(VOCAB, dtype=np.float32)[batch.ids[batch.logit_rows] % 5 + 1]
+
+
 def run(speculate: bool, *begins: Any, pages: int = 40, each: int = 0) -> tuple[list[list[int]], list[StepResult]]:
     """Ids and results of requests that begin together, until all have ended. Slot n has pages from n * pages on, all
     at once or ``each`` of them when another is needed."""
@@ -104,10 +111,6 @@ def test_drafts_change_no_id_and_save_steps(kind: str) -> None:
 
 
 def test_an_end_among_the_drafts_is_the_end() -> None:
-    class Cycle(EchoRunner):
-        def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
-            return np.eye(VOCAB, dtype=np.float32)[batch.ids[batch.logit_rows] % 5 + 1]
-
     executor = StepExecutor(Cycle(), CpuSampler(1), speculator=Speculator(6, CONTEXT, FREE))
     record = begin(0, [1, 2, 3, 4, 5, 1], list(range(10)), eos_token_ids=(4,))
     first = executor.execute(step(1, [(0, 6, [])], begins=[record]))
@@ -138,20 +141,17 @@ def test_drafts_stay_within_the_pages(pages: int) -> None:
 
 
 def test_a_row_that_is_on_its_way_finds_its_page() -> None:
-    """The scheduler sent it when it knew one id less, and gave pages for one id more."""
-    speculator = Speculator(6, CONTEXT, FREE)
-    executor = StepExecutor(EchoRunner(), CpuSampler(1), speculator=speculator)
-    known = 4
-    executor.execute(step(1, [(0, 4, [])], begins=[begin(0, [1, 2, 1, 2], [0, 1])]))
-    for number in range(2, 30):
-        known += 1
-        pages = 2 + max(0, -(-(known + 1) // PAGE) - 2)
-        new = list(range(2, pages))[-1:] if pages > 2 and (known + 1) % PAGE == 1 else []
-        result = executor.execute(step(number, [(0, 0, new)]))
+    """The scheduler sends it before it knows what the one before gave, with a page for one id more than it knows."""
+    executor = StepExecutor(Cycle(), CpuSampler(1), speculator=Speculator(3, CONTEXT, FREE))
+    pages = 3
+    executor.execute(step(1, [(0, 6, [])], begins=[begin(0, [1, 2, 3, 4, 5, 1], list(range(pages)))]))
+    before, known, number = 6, 7, 1
+    while before + 1 <= pages * PAGE:
+        number += 1
+        result = executor.execute(step(number, [(0, 0, [])]))
         assert not result.failures
-        known += int(unpack_i32(result.num_ids)[0]) - 1
-        if known >= 7:
-            return
+        before, known = known, known + int(unpack_i32(result.num_ids)[0])
+    assert known > pages * PAGE, "the last row found its page full"
 
 
 def test_no_more_ids_come_than_are_allowed() -> None:
@@ -211,6 +211,7 @@ def test_a_row_that_cannot_be_drawn_fails_as_it_does_alone() -> None:
 
 def test_drafts_are_told() -> None:
     _, results = run(True, request(0), request(1))
+    assert any(result.num_drafts for result in results)
     for result in results:
         if result.num_drafts:
             drafts, ids = unpack_i32(result.num_drafts), unpack_i32(result.num_ids)
