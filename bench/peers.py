@@ -168,9 +168,7 @@ def main() -> int:
         if args.openvino:
             run_openvino(args, cases, results)
     print(table(results, cases))
-    medians = {
-        name: {case.name: median(results, name, case, case.figure) for case in cases} for name in results
-    }
+    medians = {name: {case.name: median(results, name, case, case.figure) for case in cases} for name in results}
     print(json.dumps(medians))
     return 0
 

@@ -67,9 +67,9 @@ def test_a_proposal_continues_as_some_earlier_place_did(ids: list[int], count: i
     assert match == min(max([agreement(ids, place) for place in pairs], default=1), MAX_MATCH)
     assert len(drafts) == count
     text = ids + drafts
-    assert any(
-        agreement(ids, place) >= match and text[place + 1 : place + 1 + count] == drafts for place in places
-    ), "copied from one place, on into itself"
+    assert any(agreement(ids, place) >= match and text[place + 1 : place + 1 + count] == drafts for place in places), (
+        "copied from one place, on into itself"
+    )
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 60), max_size=4))

@@ -55,7 +55,6 @@ class StepTimes:
             return self._seconds[num_tokens]
         return self._seconds[last] + self._slope * (num_tokens - last)
 
-
     def least_slope(self, num_tokens: int) -> float:
         """Least seconds of one more token, over all numbers that may be added."""
         return self._least[min(num_tokens, len(self._least) - 1)]
