@@ -109,6 +109,7 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
         kv_bytes_per_token=runner.kv_bytes_per_page() // runner.page_size,
         weight_bytes=runner.weight_bytes(),
         max_drafts=0 if speculator is None else speculator.max_drafts,
+        tile_tokens=runner.tile_tokens,
     )
     pulse.info = describe(ready, config.model_dir, config.worker.tp_size)
     log.info("imports took %.1f s, loading %.1f s", imported - began, time.perf_counter() - imported)

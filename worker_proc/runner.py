@@ -66,6 +66,8 @@ class ModelRunner(Protocol):
     page_size: int
     vocab_size: int
     dtype: str
+    tile_tokens: int
+    """See ``WorkerReady``."""
 
     def kv_bytes_per_page(self) -> int:
         """Bytes one page takes over all layers."""

@@ -133,6 +133,8 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     weight_bytes: int = 0
     max_drafts: int = 0
     """Most ids that a decoding row may compute beyond those known; 0: it speculates on none."""
+    tile_tokens: int = 1
+    """Matrix products come in tiles of so many tokens: a step that fills them costs least for each. 1: not known."""
 
 
 class TopLogprobs(Record, frozen=True):

@@ -168,3 +168,10 @@ def test_code_unused_for_a_month_is_removed_and_nothing_else(tmp_path: Path) -> 
     os.utime(tmp_path / "avx2-0000000000abcdef0123", (1e9 + 60, 1e9 + 60))
     compile_cache.remove_unused(tmp_path, 1e9 + compile_cache.KEEP_S + 30)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["avx2-0000000000abcdef0123", "my-files"]
+
+
+def test_a_worker_announces_the_rows_of_a_full_tile() -> None:
+    tiles_of = {one.name: one.tile_tokens for one in isa.ALL}
+    assert tiles_of == {
+        "amx_bf16": 16, "avx512_bf16": 12, "avx512_bf16_fma": 12, "avx512": 12, "avx2": 6, "neon": 6,
+    }  # fmt: skip

@@ -216,7 +216,7 @@ def test_each_rank_has_its_own_gpu_and_nccl_between_them(tmp_path: Path, monkeyp
 class SumRunner:
     """A runner whose logits are what it was given; keeps what it was asked."""
 
-    name, batch_invariant, page_size, vocab_size, dtype = "sum", False, 4, 8, "float32"
+    name, batch_invariant, page_size, vocab_size, dtype, tile_tokens = "sum", False, 4, 8, "float32", 1
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []

@@ -60,7 +60,7 @@ SAMPLES: list[Any] = [
     m.WorkerReady(
         epoch=1, generation=0, rank=0, num_pages=10, page_size=16, context_len=64, vocab_size=100, max_slots=8,
         model_path="generic-torch", batch_invariant=True, dtype="float32", device="cpu", threads=1,
-        kv_bytes_per_token=4, weight_bytes=5, max_drafts=8,
+        kv_bytes_per_token=4, weight_bytes=5, max_drafts=8, tile_tokens=12,
     ),
     m.StepResult(
         epoch=1, step=2, num_ids=m.pack_i32([1]), ids=m.pack_i32([5]), flags=b"\x01", logprobs=m.pack_f32([-0.5]),

@@ -43,6 +43,7 @@ class GenericRunner:
     """
 
     batch_invariant = False
+    tile_tokens = 1
 
     def __init__(
         self,

@@ -34,6 +34,7 @@ class LeadingRunner:
         self._number = 0
         self.name, self.batch_invariant = runner.name, runner.batch_invariant
         self.page_size, self.vocab_size, self.dtype = runner.page_size, runner.vocab_size, runner.dtype
+        self.tile_tokens = runner.tile_tokens
 
     def kv_bytes_per_page(self) -> int:
         """Of rank 0."""

@@ -33,6 +33,7 @@ class CpuFastRunner:
     def __init__(self, image: ModelImage, step: StepFunction, page_size: int, num_threads: int) -> None:
         self.isa = step.isa
         self.page_size = page_size
+        self.tile_tokens = step.isa.tile_tokens
         self.vocab_size = image.shape.vocab
         self.num_threads = num_threads
         self._image = image

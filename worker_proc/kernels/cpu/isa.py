@@ -58,6 +58,11 @@ class Isa:
     """Attention's tiles ask for the next K and V line by line while they multiply."""
 
     @property
+    def tile_tokens(self) -> int:
+        """Tokens of a full tile. With AMX 16: a tile of 32 multiplies as much as two of 16, and both are padded."""
+        return self.row_tiles[-1 if self.dot == "amx" else 0]
+
+    @property
     def activation_bytes(self) -> int:
         """Bytes of an element of the rows that tiles multiply. float32 ones need no widening for each panel that
         they meet, and lose nothing to rounding."""
