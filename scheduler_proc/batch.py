@@ -21,7 +21,7 @@ from scheduler_proc.policy import Policy
 from scheduler_proc.preempt import pages_coming, pages_given, victims
 from scheduler_proc.request import Req, Status
 from scheduler_proc.slots import FEW, SlotTable
-from scheduler_proc.state import State
+from scheduler_proc.state import Pool, State
 
 MOST_WAITS = 64
 """Requests that wait for somebody's prefix passed over in one step; bounds the step's time."""
@@ -159,14 +159,17 @@ class Batcher:
         """Continue the half-computed prompts and admit who fits: first those with output, whose streams pause, then
         those that never ran, so that a long prompt of theirs holds no stream up."""
         pool = draft.pool
-        configured = self.state.config.scheduler.chunked_prefill_size
-        budget = Budget(configured, self.state.cost, len(draft.decode_slots), pool.page_size)
+        budget = self._budget(pool, len(draft.decode_slots))
         if not any(pool.table.running):
             self.admission.idle()
         for resumed in (True, False):
             self._continue(draft, budget, resumed=resumed)
             if self.state.queue.has_resumed or not resumed:
                 self._admit(draft, now, budget, resumed=resumed)
+
+    def _budget(self, pool: Pool, num_decode_rows: int) -> Budget:
+        configured = self.state.config.scheduler.chunked_prefill_size
+        return Budget(configured, self.state.cost, num_decode_rows, pool.page_size, pool.tile_tokens)
 
     def _continue(self, draft: Draft, budget: Budget, *, resumed: bool) -> None:
         """Chunks for those that are half computed and have output, or have none."""
@@ -225,8 +228,7 @@ class Batcher:
             if pool.table.decoding[req.slot]:
                 self._decode(draft, array("i", [req.slot]))
             else:
-                configured = self.state.config.scheduler.chunked_prefill_size
-                self.admitter.add_chunk(draft, req, Budget(configured, self.state.cost, 0, pool.page_size))
+                self.admitter.add_chunk(draft, req, self._budget(pool, 0))
             return
 
     def _admit_alone(self, draft: Draft, req: Req, now: float) -> bool:

@@ -54,7 +54,7 @@ class Commit:
         note_computed(pool.table, flight, message.num_ids)
         for page in flight.copied_pages:
             pool.allocator.release([page])
-        self._count(message, flight)
+        self._count(pool, message, flight)
         for failure in message.failures:
             self._fail(pool, slots, failure.row, failure.message)
         for chunk in message.prompt_logprobs:
@@ -73,7 +73,7 @@ class Commit:
             raise InvariantError(f"result of step {message.step} arrived; step {expected} is the oldest in flight")
         return pool.in_flight.popleft()
 
-    def _count(self, message: StepResult, flight: InFlight) -> None:
+    def _count(self, pool: Pool, message: StepResult, flight: InFlight) -> None:
         state, num_prefill, num_decode = self.state, flight.num_prefill_tokens, flight.num_decode
         duration_s = message.forward_s + message.sample_s
         state.metrics.num_prefill_tokens_total += num_prefill
@@ -82,7 +82,7 @@ class Commit:
             state.metrics.step_time.observe(duration_s)
             if message.num_drafts:
                 state.metrics.drafted(unpack_ints(message.num_drafts), unpack_ints(message.num_ids))
-            state.cost.observe(duration_s, num_prefill, num_decode, flight.mean_context)
+            state.cost.observe(duration_s, num_prefill, num_decode, flight.mean_context, pool.tile_tokens)
         if num_decode:
             self.admission.went_well()
 

@@ -75,10 +75,13 @@ class StepCost:
     those grow slowly and the average follows. In simulations a part for them helped here and hurt there."""
     prefill_token: TokenCost = field(default_factory=TokenCost)
 
-    def observe(self, duration_s: float, num_prefill_tokens: int, num_decode_rows: int, context: float = 0.0) -> None:
+    def observe(
+        self, duration_s: float, num_prefill_tokens: int, num_decode_rows: int, context: float = 0.0,
+        tile_tokens: int = 1,
+    ) -> None:  # fmt: skip
         """Learn from one step: of one kind directly, of a mixed one by taking away the part that is known.
 
-        ``context``: mean over the prefill tokens of how many positions were before them.
+        ``context``: mean over the prefill tokens of how many positions were before them. ``tile_tokens``: as announced.
         """
         if duration_s <= 0:
             return
@@ -86,7 +89,7 @@ class StepCost:
         if num_prefill_tokens == 0:
             if num_decode_rows:
                 self.decode_s[size] = _average(self.decode_s.get(size, 0.0), duration_s)
-        elif num_prefill_tokens < MIN_CHUNK:
+        elif num_prefill_tokens < smallest_chunk(num_decode_rows, tile_tokens):
             pass  # the fixed cost of a step would drown what so few tokens add
         elif num_decode_rows == 0 or size in self.decode_s:
             added = max(duration_s - self.decode_s.get(size, 0.0), 0.05 * duration_s)
@@ -114,27 +117,47 @@ def _average(old: float, new: float) -> float:
     return new if old == 0 else old + _SMOOTHING * (min(max(new, _DOWN * old), _UP * old) - old)
 
 
+def _filling(num_tokens: int, num_beside: int, tile_tokens: int) -> int:
+    """The most of ``num_tokens`` that fill tiles together with ``num_beside`` others; may be negative."""
+    return (num_tokens + num_beside) // tile_tokens * tile_tokens - num_beside
+
+
+def _nearly(num_tokens: int, num_beside: int, tile_tokens: int) -> int:
+    """The same to the nearest tile: one that is more than half full takes as long as a full one."""
+    return _filling(num_tokens + tile_tokens // 2, num_beside, tile_tokens)
+
+
+def smallest_chunk(num_decode_rows: int, tile_tokens: int) -> int:
+    """``MIN_CHUNK``, to the nearest tile of the step."""
+    return max(_nearly(MIN_CHUNK, num_decode_rows, tile_tokens), MIN_CHUNK // 2)
+
+
 def choose_chunk(
-    configured: int, cost: StepCost, num_decode_rows: int, page_size: int, start: int = 0
+    configured: int, cost: StepCost, num_decode_rows: int, page_size: int, start: int = 0, tile_tokens: int = 1
 ) -> tuple[int, int]:
     """(budget, most): prefill tokens of the next step, and how many more a prompt may take that ends with them.
 
-    ``configured`` > 0 is obeyed. Otherwise the budget is as many, in whole pages, as keep the step within
-    ``LONGEST_STEP_S``, and, where there are decoding rows, within ``TARGET_RATIO`` of a step without prefill,
-    if they are a prompt's from position ``start`` on.
+    ``configured`` > 0 is obeyed. Otherwise the budget is as many as keep the step within ``LONGEST_STEP_S``, and,
+    where there are decoding rows, within ``TARGET_RATIO`` of a step without prefill, if they are a prompt's from
+    position ``start`` on: in whole pages, or, if the worker's tiles are known, so that the step's tokens fill them.
     """
     if configured > 0:
         return configured, configured
+    smallest = smallest_chunk(num_decode_rows, tile_tokens)
     if cost.prefill_token.base_s == 0:
-        budget = FIRST_CHUNK if num_decode_rows else DEFAULT_CHUNK
+        first = FIRST_CHUNK if num_decode_rows else DEFAULT_CHUNK
+        budget = max(_filling(first, num_decode_rows, tile_tokens), smallest)
         return budget, budget
     decode_s = cost.decoding(num_decode_rows)
     seconds = LONGEST_STEP_S - decode_s
     if num_decode_rows and decode_s:
         seconds = min(seconds, (TARGET_RATIO - 1) * decode_s)
     seconds = max(seconds, 0.0)
-    fitting = cost.prefill_token.fitting(seconds, start)
-    budget = min(max(fitting // page_size * page_size, MIN_CHUNK), MAX_CHUNK)
+    fitting = min(cost.prefill_token.fitting(seconds, start), MAX_CHUNK)
+    if tile_tokens > 1:
+        budget = max(_filling(fitting, num_decode_rows, tile_tokens), smallest)
+    else:
+        budget = max(fitting // page_size * page_size, smallest)
     if not num_decode_rows:
         return budget, budget
     # Not LAST_PIECE of a budget that is the smallest there is and may take longer than it should already.
@@ -150,8 +173,11 @@ class Budget:
     cost: StepCost
     num_decode_rows: int
     page_size: int
+    tile_tokens: int = 1
     left: float = 1.0
     """Share of the step's prefill that is still to be had."""
+    taken: int = 0
+    """Tokens of those prompts that end in this step."""
 
     @property
     def spent(self) -> bool:
@@ -162,10 +188,16 @@ class Budget:
         """How many of the ``num_left`` ids of a prompt from position ``start`` on are in this step."""
         if self.spent:
             return 0
-        size, most = choose_chunk(self.configured, self.cost, self.num_decode_rows, self.page_size, start)
+        size, most = choose_chunk(
+            self.configured, self.cost, self.num_decode_rows, self.page_size, start, self.tile_tokens
+        )
         fitting = max(int(size * self.left + 1e-6), 1)
         if num_left <= fitting + most - size:
             self.left -= num_left / size
+            self.taken += num_left
             return num_left
         self.left = 0.0  # not what rounding left of it: nobody comes after one that did not get all
-        return fitting
+        if self.configured > 0:
+            return fitting
+        filling = _nearly(fitting, self.num_decode_rows + self.taken, self.tile_tokens)
+        return min(filling, num_left) if filling > 0 else fitting

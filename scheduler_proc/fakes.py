@@ -104,6 +104,7 @@ class FakeWorker:
     max_slots: int = 64
     generation: int = 0
     max_drafts: int = 0
+    tile_tokens: int = 1
     check_kv: bool = True
     cost: Callable[[int, int], float] = lambda prefill_tokens, decode_rows: 0.0
     """Seconds of a step."""
@@ -121,6 +122,7 @@ class FakeWorker:
             epoch=epoch, generation=self.generation, rank=0, num_pages=self.num_pages, page_size=self.page_size,
             context_len=self.context_len, vocab_size=self.vocab_size, max_slots=self.max_slots, model_path="fake",
             batch_invariant=True, dtype="float32", device="none", threads=1, max_drafts=self.max_drafts,
+            tile_tokens=self.tile_tokens,
         )  # fmt: skip
 
     def handle(self, message: ToWorker) -> list[ToScheduler]:

@@ -53,6 +53,7 @@ class Pool:
     def __init__(self, ready: WorkerReady, config: ServerConfig) -> None:
         self.ready = ready
         self.page_size = ready.page_size
+        self.tile_tokens = max(ready.tile_tokens, 1)
         self.allocator = PageAllocator(ready.num_pages)
         self.tree = RadixTree(self.allocator, ready.page_size, enabled=not config.cache.disable_radix_cache)
         self.max_tokens = ready.num_pages * ready.page_size

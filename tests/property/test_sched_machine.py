@@ -41,6 +41,11 @@ EOS = 5
 VOCAB = 48
 
 
+def seconds_of(prefill_tokens: int, decode_rows: int) -> float:
+    """Of a step: prompts are in chunks beside decoding rows."""
+    return 0.01 + 0.001 * (prefill_tokens + decode_rows)
+
+
 @dataclass
 class Client:
     """One rid as its gateway knows it."""
@@ -58,7 +63,7 @@ class Driver:
 
     def __init__(
         self, policy: str = "fcfs", *, pages: int = 20, page_size: int = 4, chunk: int = 16, radix: bool = True,
-        max_drafts: int = 0,
+        max_drafts: int = 0, tile_tokens: int = 1,
     ) -> None:  # fmt: skip
         self.config = ServerConfig(
             scheduler=SchedulerConfig(
@@ -71,8 +76,9 @@ class Driver:
             cache=CacheConfig(page_size=page_size, disable_radix_cache=not radix),
         )
         self.worker = FakeWorker(
-            num_pages=pages, page_size=page_size, context_len=200, vocab_size=VOCAB, max_slots=8, max_drafts=max_drafts
-        )
+            num_pages=pages, page_size=page_size, context_len=200, vocab_size=VOCAB, max_slots=8,
+            max_drafts=max_drafts, tile_tokens=tile_tokens, cost=seconds_of,
+        )  # fmt: skip
         self.generations = {"scheduler-0": 0, "detokenizer-0": 0, "worker-0": 0}
         self.clients: dict[str, Client] = {}
         self.now = 1000.0
@@ -113,6 +119,7 @@ class Driver:
         self.worker = FakeWorker(
             num_pages=old.num_pages, page_size=old.page_size, context_len=200, vocab_size=VOCAB, max_slots=8,
             generation=self.generations["worker-0"], poison=old.poison, max_drafts=old.max_drafts,
+            tile_tokens=old.tile_tokens, cost=old.cost,
         )  # fmt: skip
         self.to_scheduler.append(self.worker.ready())
 
@@ -351,14 +358,20 @@ def test_a_storm_whose_steps_are_array_operations_does_too(seed: int, monkeypatc
     storm(random.Random(seed))
 
 
-def storm(rng: random.Random) -> None:
+@pytest.mark.parametrize("seed", range(200, 206))
+def test_a_storm_whose_chunks_fill_tiles_does_too(seed: int) -> None:
+    storm(random.Random(seed), tile_tokens=5)
+
+
+def storm(rng: random.Random, tile_tokens: int = 1) -> None:
     driver = Driver(
         rng.choice(["fcfs", "lpm", "priority"]),
         pages=rng.choice([12, 20, 60]),
         page_size=rng.choice([1, 2, 4, 8]),
-        chunk=rng.choice([5, 16, 200]),
+        chunk=rng.choice([5, 16, 200]) if tile_tokens == 1 else 0,
         radix=rng.random() < 0.8,
         max_drafts=rng.choice([0, 1, 5]),
+        tile_tokens=tile_tokens,
     )
     for _ in range(300):
         match rng.randrange(20):

@@ -48,15 +48,16 @@ class Rig:
     """``step`` gives the scheduler what the worker and the test have for it; ``work`` runs the oldest order."""
 
     def __init__(self, *, pages: int = 64, slots: int = 16, radix: bool = True, context_len: int = 512,
-                 start: bool = True, **scheduler: Any) -> None:  # fmt: skip
+                 tile_tokens: int = 1, start: bool = True, **scheduler: Any) -> None:  # fmt: skip
         scheduler.setdefault("chunked_prefill_size", 64)
         scheduler.setdefault("max_running_requests", 8)
         self.config = ServerConfig(
             scheduler=SchedulerConfig(**scheduler), cache=CacheConfig(page_size=PAGE, disable_radix_cache=not radix)
         )
         self.worker = FakeWorker(
-            num_pages=pages, page_size=PAGE, context_len=context_len, vocab_size=VOCAB, max_slots=slots
-        )
+            num_pages=pages, page_size=PAGE, context_len=context_len, vocab_size=VOCAB, max_slots=slots,
+            tile_tokens=tile_tokens,
+        )  # fmt: skip
         self.scheduler = Scheduler(self.config)
         self.reader = FakeReader()
         self.inbox: list[ToScheduler] = []

@@ -198,6 +198,43 @@ def test_the_end_of_a_prompt_is_not_left_for_a_step_of_its_own(num_tokens: int, 
     assert chunks_of(rig, num_tokens) == chunks
 
 
+@pytest.mark.parametrize(("num_tokens", "chunks"), [(120, [120]), (140, [95, 45]), (350, [95, 95, 95, 65])])
+def test_a_step_with_a_chunk_fills_the_tiles_of_the_worker(num_tokens: int, chunks: list[int]) -> None:
+    rig = Rig(pages=256, chunked_prefill_size=0, tile_tokens=12)
+    rig.step(request("a", P6, max_tokens=200))
+    rig.turn()
+    assert chunks_of(rig, num_tokens) == chunks
+    rig.finish()
+    assert rig.ids("b") == expected(list(range(100, 100 + num_tokens)), 2)
+
+
+@pytest.mark.parametrize("tile_tokens", [0, 1])
+def test_chunks_are_whole_pages_where_no_tile_is_known(tile_tokens: int) -> None:
+    rig = Rig(pages=256, chunked_prefill_size=0, tile_tokens=tile_tokens)
+    rig.step(request("a", P6, max_tokens=200))
+    rig.turn()
+    assert chunks_of(rig, 350) == [100, 100, 100, 50]
+
+
+def test_prompts_that_share_a_step_fill_its_tiles_together() -> None:
+    rig = Rig(pages=256, chunked_prefill_size=0, tile_tokens=12)
+    rig.step(request("a", P6, max_tokens=200))
+    rig.turn()
+    rig.scheduler.state.cost = StepCost({1: STEP_S}, TokenCost(TOKEN_S))
+    rig.step(*(request(f"b{i}", list(range(100 * i, 100 * i + n)), 2) for i, n in enumerate((23, 41, 70, 19), 1)))
+    chunks = [[n for _, n, _ in rows(batch)] for _ in range(12) for batch in rig.turn()]
+    assert [sorted(step) for step in chunks if any(step)] == [[0, 23, 31, 41], [0, 0, 0, 19, 39]], "96; what is left"
+    rig.finish()
+    assert rig.ids("b3") == expected(list(range(300, 370)), 2)
+
+
+def test_a_configured_chunk_size_is_obeyed_whatever_the_tiles() -> None:
+    rig = Rig(pages=256, chunked_prefill_size=50, tile_tokens=12)
+    rig.step(request("a", P6, max_tokens=200))
+    rig.turn()
+    assert chunks_of(rig, 120) == [50, 50, 20]
+
+
 def test_the_deeper_a_prompt_the_smaller_its_chunks() -> None:
     rig = Rig(pages=256, chunked_prefill_size=0)
     rig.step(request("a", P6, max_tokens=200))

@@ -20,6 +20,7 @@ from scheduler_proc.cost import (
     StepCost,
     TokenCost,
     choose_chunk,
+    smallest_chunk,
 )
 
 
@@ -225,3 +226,70 @@ def test_who_does_not_get_all_leaves_nothing_to_others() -> None:
     budget.take(0, 7)
     assert 0 < budget.take(3000, 1000) < 1000
     assert budget.spent
+
+
+# --------------------------------------------------------------------------- tiles of the worker
+
+
+@pytest.mark.parametrize("tile", [6, 12, 16])
+def test_a_step_fills_tiles_and_takes_no_longer_than_it_may(tile: int) -> None:
+    for rows in range(40):
+        for start in (0, 700):
+            cost = StepCost(dict.fromkeys(range(8), 0.03), TokenCost(0.0004, 1e-7))
+            plain, most_plain = choose_chunk(0, cost, rows, 1, start)
+            chunk, most = choose_chunk(0, cost, rows, 16, start, tile)
+            assert (rows + chunk) % tile == 0
+            assert plain - tile < chunk <= plain
+            assert chunk <= most <= most_plain
+
+
+@pytest.mark.parametrize("tile", [6, 12, 16])
+def test_the_smallest_chunk_fills_the_nearest_tile(tile: int) -> None:
+    slow = measured(0.001, 0.01, 1)
+    for rows in range(1, 40):
+        chunk, most = choose_chunk(0, slow, rows, 16, tile_tokens=tile)
+        assert (rows + chunk) % tile == 0 and abs(chunk - MIN_CHUNK) <= tile / 2
+        assert chunk == most == smallest_chunk(rows, tile)
+
+
+def test_of_the_smallest_chunks_something_is_learnt() -> None:
+    chunk = smallest_chunk(5, 12)
+    assert chunk == 31 < MIN_CHUNK
+    cost = StepCost({3: 0.001}, TokenCost(0.01))
+    for _ in range(100):
+        cost.observe(0.001 + chunk * 0.00001, chunk, 5, tile_tokens=12)
+    assert choose_chunk(0, cost, 5, 16, tile_tokens=12)[0] > MIN_CHUNK
+
+
+def test_tiles_larger_than_the_smallest_chunk_leave_half_of_it() -> None:
+    for tile in (48, 64, 512, 1 << 20):
+        for rows in range(100):
+            for cost in (StepCost(), measured(0.001, 0.01, 1)):
+                assert choose_chunk(0, cost, rows, 16, tile_tokens=tile)[0] >= MIN_CHUNK // 2
+
+
+@pytest.mark.parametrize("tile", [6, 12, 16])
+def test_prompts_that_share_a_step_fill_its_tiles(tile: int) -> None:
+    random = Random(3)
+    cost = StepCost(dict.fromkeys(range(8), 0.05), TokenCost(0.0005, 0.0005 / 1000))
+    for _ in range(500):
+        rows = random.randrange(20)
+        budget, most = Budget(0, cost, rows, 16, tile), choose_chunk(0, cost, rows, 1)[1]
+        taken = 0
+        while not budget.spent:
+            left = random.randrange(1, 60)
+            n = budget.take(random.choice([0, 500, 2000]), left)
+            taken += n
+            if n < left:  # full, or so little of its share is left that no tile is
+                assert (rows + taken) % tile == 0 or n < tile / 2
+        assert taken <= most + tile / 2
+
+
+def test_a_share_is_rounded_to_the_nearest_tile_of_the_step() -> None:
+    cost = StepCost({2: 0.05}, TokenCost((TARGET_RATIO - 1) * 0.05 / 57.5))
+    budget = Budget(0, cost, 3, 16, 12)
+    assert [budget.take(0, 50), budget.take(0, 100), budget.take(0, 100)] == [50, 7, 0]
+    budget = Budget(0, cost, 3, 16, 12, left=30 / 57)  # 3 and 30: 36 is nearer than 24
+    assert budget.take(0, 100) == 33
+    budget = Budget(0, cost, 3, 16, 12, left=2 / 57, taken=45)
+    assert budget.take(0, 100) == 2, "not nothing, though no tile is full"

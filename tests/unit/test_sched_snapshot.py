@@ -46,6 +46,11 @@ def test_a_restored_scheduler_decides_the_same() -> None:
     assert twin.snapshot() == rig.scheduler.snapshot()
 
 
+def test_the_tiles_of_the_worker_are_in_the_snapshot() -> None:
+    rig = Rig(tile_tokens=12)
+    assert Scheduler.restore(rig.config, 0, rig.scheduler.snapshot()).state.need_pool().tile_tokens == 12
+
+
 def test_what_is_in_flight_and_what_steps_cost_are_in_the_snapshot() -> None:
     rig = Rig(chunked_prefill_size=8)
     rig.scheduler.state.cost = StepCost({1: 0.01}, TokenCost(0.0002, 1e-7))
