@@ -215,14 +215,17 @@ class Driver:
             self.hear()
 
     def check_order(self, orders: list[ToWorker]) -> None:
-        """While a request that has output is half computed, no prompt of one that never ran is."""
+        """While a request that has output is half computed, no prompt of one that never ran is, unless it outranks it."""
         pool, last = self.scheduler.state.pool, orders[-1] if orders else None
         if pool is None or self.scheduler.state.suspects or not isinstance(last, ForwardBatch):
             return
         table, flight = pool.table, pool.in_flight[-1]
-        if any(table.known[req.slot] > req.prompt_len for req in table.half_computed()):
+        resumed = [req.rank for req in table.half_computed() if table.known[req.slot] > req.prompt_len]
+        if resumed:
             for slot, chunk in zip(flight.slots, flight.chunks, strict=True):
-                assert chunk == 0 or table.known[slot] > table.prompt[slot]
+                req = table.reqs[slot]
+                assert req is not None
+                assert chunk == 0 or table.known[slot] > table.prompt[slot] or req.rank > min(resumed)
 
     def work(self) -> None:
         if self.to_worker:
