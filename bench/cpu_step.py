@@ -113,7 +113,7 @@ def tile_rate(isa: Isa, num_threads: int) -> Callable[[], float]:
     def loop(base: int) -> None:
         for _ in range(repeats):
             w = base + 32768
-            dot(rows, base, ldx, w, w + STEP_BYTES, steps, 2 * STEP_BYTES, base + 65536, 128, 0, 0)
+            dot(rows, base, ldx, w, w + STEP_BYTES, steps, 2 * STEP_BYTES, base + 65536, 128, w, 0)
 
     def work(tid: int) -> None:
         if configure is not None:

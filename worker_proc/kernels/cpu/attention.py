@@ -125,7 +125,7 @@ def make_segment(kernels: KernelSet) -> Any:
                 if streams:
                     r += qk_rows(rows - r, at, ldq, k0, k1, head_pad // 32, STEP_BYTES, out, SCORE_ROW, v0, v1)
                 else:
-                    r += qk_rows(rows - r, at, ldq, k0, k1, head_pad // 32, STEP_BYTES, out, SCORE_ROW, 0, 0)
+                    r += qk_rows(rows - r, at, ldq, k0, k1, head_pad // 32, STEP_BYTES, out, SCORE_ROW, k0, 0)
 
     @kernels.jit
     def weigh(rows: int, count: int, head_pad: int, p: int, blocks: Any, o: int) -> None:

@@ -27,7 +27,8 @@ tile height, but they differ from each other, so one process uses one dialect fo
 The tile kernels as Numba sees them
     dot(x, ldx, w0, w1, steps, w_step, out, ldo, ahead, lines)
         out[M, 32] = x[M, 32 * steps] @ [w0 | w1]; step s of a column block lies at ``w + s * w_step``.
-        Meanwhile, in each step, ``lines`` cache lines from ``ahead`` on are asked for, into L2.
+        Meanwhile, in each step, ``lines`` cache lines from ``ahead`` on are asked for, into L2. (Vector tiles ask
+        in any case: where there is nothing to ask for, ``ahead`` is something at hand.)
     weigh(p, ldp, blocks, num_blocks, offset, out, ldo)
         out[M, 32] = p[M, 16 * num_blocks] @ V; ``blocks`` is the address of int64 addresses of V blocks,
         the two column blocks of 16 tokens are at ``offset`` and ``offset + 512`` in each.
@@ -117,11 +118,15 @@ def _passes(isa: Isa, rows: int) -> list[list[int]]:
     return [[0, 1]] if rows <= isa.most_wide_rows else [[0], [1]]
 
 
-def _look_ahead(e: VectorEmitter, ahead: Any, lines: Any, step: Any) -> None:
-    """Ask for the ``lines`` cache lines of this step's share of what comes next."""
-    at = e.b.add(ahead, e.b.mul(step, e.b.mul(lines, e.i64(64))))
-    with cgutils.for_range(e.b, lines, intp=I64) as loop:
-        e.prefetch(e.at(at, loop.index, 64), locality=L2)
+def _look_ahead(e: VectorEmitter, ahead: Any, lines: Any, pair: Any, parts: int) -> None:
+    """Ask for a pair's share of what comes next, of which a step asks for ``lines`` <= 16 ``parts`` cache lines.
+
+    Pair by pair, since misses that come all at once fill the core's queue, and products wait for them.
+    """
+    share = e.b.mul(lines, e.i64(64 // STEP_PAIRS))
+    at = e.b.add(ahead, e.b.mul(pair, share))
+    for part in range(parts):
+        e.prefetch(e.b.add(at, e.b.udiv(e.b.mul(share, e.i64(part)), e.i64(parts))), locality=L2)
 
 
 def make_vector_dot(isa: Isa, rows: int, prefetch: bool, one_block: bool = False, pages: bool = False) -> Any:
@@ -142,17 +147,17 @@ def make_vector_dot(isa: Isa, rows: int, prefetch: bool, one_block: bool = False
                 starts = _row_starts(e, x, ldx, rows)
                 with cgutils.for_range(b, steps, intp=I64) as outer:
                     bases = [b.add((w0, w1)[j], b.mul(outer.index, w_step)) for j in blocks]
-                    if not prefetch and not pages and blocks[0] == 0:
-                        _look_ahead(e, ahead, lines, outer.index)
                     with cgutils.for_range(b, e.i64(STEP_PAIRS), intp=I64) as inner:
                         pair = b.add(b.mul(outer.index, e.i64(STEP_PAIRS)), inner.index)
                         here = [e.at(base, inner.index, PAIR_BYTES) for base in bases]
                         if prefetch:
                             for address in here:
                                 e.prefetch(e.at(address, isa.prefetch_bytes), locality=isa.prefetch_into)
-                        if pages:
+                        elif pages:
                             for block in (ahead, lines):
                                 e.prefetch(e.at(block, pair, PAIR_BYTES), locality=isa.prefetch_into)
+                        elif blocks[0] == 0:
+                            _look_ahead(e, ahead, lines, pair, 1 if one_block else 2)
                         _multiply_pair(e, accs, [e.at(s, pair, 2 * isa.activation_bytes) for s in starts], here)
                 _spill(e, accs, e.at(out, 64 * blocks[0]), ldo)
             return ctx.get_dummy_value()
@@ -282,7 +287,9 @@ def make_amx_dot(isa: Isa, rows: int, prefetch: bool, attention: bool = False) -
                         for line in range(STEP_PAIRS):
                             e.prefetch(e.at(address, AMX_PREFETCH_BYTES + line * 64))
                 elif not attention:
-                    _look_ahead(e, ahead, lines, loop.index)
+                    at = b.add(ahead, b.mul(loop.index, b.mul(lines, e.i64(64))))
+                    with cgutils.for_range(b, lines, intp=I64) as line:
+                        e.prefetch(e.at(at, line.index, 64), locality=L2)
                 amx.multiply(row_tiles, e.at(x, loop.index, 64), ldx, here)
             amx.spill(row_tiles, out, ldo)
             return ctx.get_dummy_value()
