@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from common.errors import raise_if_starved
 from common.messages import PromptLogprobs, RowFlag, TopLogprobs, pack_f32, pack_i32
 from worker_proc.grammar.overlap import GrammarThreads, MaskAhead
-from worker_proc.grammar_protocol import Bitmask, GrammarSession, bitmask_words
+from worker_proc.grammar_protocol import GrammarSession, bitmask_words
 from worker_proc.launched import LaunchedStep, RowOutcome
 from worker_proc.packing import Row
 from worker_proc.runner import ModelRunner
@@ -80,16 +80,15 @@ class Drawing:
         requests: list[SampleRequest] = []
         for row in self._ready([row for row in step.rows if row.samples and self._is_open(row, step)], step):
             try:
-                request = self._request(row, step.outcomes[row.index])
+                wanted = self._requests(row, step.outcomes[row.index])
             except Exception as error:  # the grammar of one request
                 raise_if_starved(error)
                 step.fail(row.index, row.slot, f"grammar: {error}")
                 continue
-            if request is not None:
+            if wanted:
                 row.slot.drawn_at = len(requests)
                 step.drawn_rows.append(row)
-                requests.append(request)
-                requests.extend(_sample_request(row, after=number) for number in range(1, row.num_drafts + 1))
+                requests += wanted
         if requests:
             step.drawn = self._sampler.begin(step.logits, requests)
         elif step.rows and step.reports is None:
@@ -144,18 +143,24 @@ class Drawing:
             return False
         return True
 
-    def _request(self, row: Row, outcome: RowOutcome) -> SampleRequest | None:
-        """How to draw the row's next id; None if the grammar forced it and it was appended."""
+    def _requests(self, row: Row, outcome: RowOutcome) -> list[SampleRequest]:
+        """How to draw the row's next id, and one after each of its drafts; none if the grammar forced it and it was
+        appended."""
         slot = row.slot
         session = self._session(slot)
         mask = None
         if session is not None:
             if self._jump_forward(slot, session, outcome):
-                return None
+                return []
             mask = np.empty(self._num_words, np.int32)
             if not session.fill_bitmask(mask):
                 mask = None
-        return _sample_request(row, mask)
+        # Rows with drafts have neither a mask nor penalties, and so do not look at the ids before (``Speculator``).
+        first, index, ids = row.sample_logit, slot.num_outputs, slot.ids.view()
+        return [
+            SampleRequest(first + after, slot.sampling, index + after, ids, slot.prompt_len, slot.end_ids, mask)
+            for after in range(row.num_drafts + 1)
+        ]
 
     def _accept(self, slot: Slot, token: int, outcome: RowOutcome) -> None:
         """Append a drawn id, and what the grammar forces after it."""
@@ -230,17 +235,3 @@ class Drawing:
 
 def _record(top: TopTokens) -> TopLogprobs:
     return TopLogprobs(pack_i32(top.ids), pack_f32(top.logprobs))
-
-
-def _sample_request(row: Row, mask: Bitmask | None = None, after: int = 0) -> SampleRequest:
-    """``after``: so many drafts. Rows that have any do not look at the ids before (``Speculator``)."""
-    slot = row.slot
-    return SampleRequest(
-        logit_row=row.sample_logit + after,
-        params=slot.sampling,
-        index=slot.num_outputs + after,
-        ids=slot.ids.view(),
-        prompt_len=slot.prompt_len,
-        end_ids=slot.end_ids,
-        mask=mask,
-    )

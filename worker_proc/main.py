@@ -84,7 +84,7 @@ def serve(context: ProcessContext, threads: int, pulse: Pulse) -> None:
         remember(context, loaded, state)
         follow(context, loaded, inbox, pulse)
         return
-    sampler = make_sampler(loaded.device, threads, runner.vocab_size)
+    sampler = make_sampler(loaded.device, threads, runner)
     if loaded.group is not None:
         runner = lead(context, loaded)
     grammars = make_grammar_backend(context, runner.vocab_size)
@@ -247,15 +247,14 @@ def describe(ready: WorkerReady, model: str, num_ranks: int = 1) -> dict[str, st
     }
 
 
-def make_sampler(device: str, threads: int, vocab_size: int) -> Sampler:
+def make_sampler(device: str, threads: int, runner: ModelRunner) -> Sampler:
     """The sampler for where the logits are."""
     if device != "cpu":
         return make_gpu_sampler(device)
     from worker_proc.sampling.cpu import CpuSampler
 
-    sampler = CpuSampler(threads)
-    sampler.warm_up(vocab_size)
-    return sampler
+    CpuSampler(threads).warm_up(runner.vocab_size)  # on logits that no runner has computed
+    return CpuSampler(threads, argmax=getattr(runner, "argmax", None))
 
 
 def make_gpu_sampler(device: str) -> Sampler:

@@ -76,34 +76,37 @@ def plan_row(index: int, slot: Slot, num_tokens: int, page_size: int) -> Row | s
 
 def pack(rows: list[Row], page_size: int) -> PackedBatch:
     """Pack the rows' tokens; fills in each row's place among the logits."""
-    lengths = np.array([row.length for row in rows], np.int32)
-    query_start = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum(lengths, out=query_start[1:])
-    starts = np.array([row.start for row in rows], np.int32)
-    positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(starts - query_start[:-1], lengths)
-    ids = np.full(query_start[-1], LATE, np.int32)
-    width = max(-(-(row.start + row.length) // page_size) for row in rows)
+    # Lists: rows that decode have so few tokens that a call of numpy costs more than its work.
+    ids: list[int] = []
+    positions: list[int] = []
+    query_start = [0]
+    context_lens: list[int] = []
+    logit_rows: list[int] = []
+    width = max([-(-(row.start + row.length) // page_size) for row in rows])
     table = np.zeros((len(rows), width), np.int32)
-    logit_rows: list[I32] = []
-    num_logits = 0
     for s, row in enumerate(rows):
-        begin, end = int(query_start[s]), int(query_start[s + 1])
-        if not row.is_late:
-            ids[begin : end - row.num_drafts] = row.slot.ids.view()[row.start : row.start + row.length - row.num_drafts]
-            ids[end - row.num_drafts : end] = row.drafts
-        num_pages = -(-(row.start + row.length) // page_size)
-        table[s, :num_pages] = row.slot.pages.view()[:num_pages]
-        wanted = np.arange(begin, begin + row.prompt_rows, dtype=np.int32)
+        begin, end, context = len(ids), len(ids) + row.length, row.start + row.length
+        if row.is_late:
+            ids += [LATE] * row.length
+        else:
+            ids += row.slot.ids.part(row.start, context - row.num_drafts).tolist()
+            if row.num_drafts:
+                ids += row.drafts
+        positions += range(row.start, context)
+        query_start.append(end)
+        context_lens.append(context)
+        num_pages = -(-context // page_size)
+        table[s, :num_pages] = row.slot.pages.part(0, num_pages)
+        row.first_logit = len(logit_rows)
+        logit_rows += range(begin, begin + row.prompt_rows)
         if row.samples and row.prompt_rows < row.length:
-            wanted = np.append(wanted, np.arange(end - 1 - row.num_drafts, end, dtype=np.int32))
-        row.first_logit, row.num_logits = num_logits, int(wanted.size)
-        num_logits += row.num_logits
-        logit_rows.append(wanted)
+            logit_rows += range(end - 1 - row.num_drafts, end)
+        row.num_logits = len(logit_rows) - row.first_logit
     return PackedBatch(
-        ids=ids,
-        positions=positions.astype(np.int32, copy=False),
-        query_start=query_start,
-        context_lens=starts + lengths,
+        ids=np.array(ids, np.int32),
+        positions=np.array(positions, np.int32),
+        query_start=np.array(query_start, np.int32),
+        context_lens=np.array(context_lens, np.int32),
         page_table=table,
-        logit_rows=np.concatenate(logit_rows),
+        logit_rows=np.array(logit_rows, np.int32),
     )

@@ -97,6 +97,17 @@ class ModelRunner(Protocol):
         ...
 
 
+class ArgmaxRunner(ModelRunner, Protocol):
+    """One that looks for the likeliest ids while it computes their logits."""
+
+    def argmax(self, rows: I32) -> tuple[I32, NDArray[np.float32]]:
+        """Of these rows of the last forward's logits the likeliest ids [n], of equal ones the lowest, and their logits.
+
+        Where a logit is NaN, that is the id, and NaN the logit.
+        """
+        ...
+
+
 class AheadRunner(ModelRunner, Protocol):
     """One whose device is told what to compute while the host goes on."""
 

@@ -29,6 +29,10 @@ class GrowingI32:
         """The values, without a copy."""
         return self._data[: self.size]
 
+    def part(self, begin: int, end: int) -> I32:
+        """``view()[begin:end]``."""
+        return self._data[begin : min(end, self.size)]
+
     def append(self, value: int) -> None:
         """Add one value."""
         self._reserve(1)

@@ -242,7 +242,7 @@ from worker_proc.recorded.start import load_recorded
 config = msgspec.json.decode({msgspec.json.encode(config)!r}, type=ServerConfig)
 loaded = load_recorded(config, 1, None, print, step)
 assert loaded is not None
-worker_proc.main.make_sampler(loaded.device, 1, loaded.runner.vocab_size)
+worker_proc.main.make_sampler(loaded.device, 1, loaded.runner)
 print("imported:", sorted({{"torch", "transformers"}} & set(sys.modules)))
 loaded.runner.close()
 """

@@ -17,6 +17,9 @@ from worker_proc.sampling import kernels
 from worker_proc.sampling.request import F32, I32, LogprobRequest, SampleRequest, TopTokens
 from worker_proc.sampling.rng import draws_of
 
+Argmax = Callable[[I32], tuple[I32, F32]]
+"""See ``ArgmaxRunner.argmax``."""
+
 
 class _Scratch:
     """One thread's work arrays for a vocabulary of ``size``."""
@@ -31,10 +34,15 @@ class _Scratch:
 
 
 class CpuSampler:
-    """The ``Sampler`` for logits in NumPy arrays. ``threads``: how many rows are worked on at once."""
+    """The ``Sampler`` for logits in NumPy arrays.
 
-    def __init__(self, threads: int = 1) -> None:
+    ``threads``: how many rows are worked on at once. ``argmax``: of rows of the logits that ``sample`` is given, where
+    who computed them knows it (``ArgmaxRunner``).
+    """
+
+    def __init__(self, threads: int = 1, argmax: Argmax | None = None) -> None:
         self._threads = max(1, threads)
+        self._argmax = argmax
         self._scratch: list[_Scratch] = []
         self._pool = ThreadPoolExecutor(self._threads - 1, "sample") if self._threads > 1 else None
 
@@ -53,17 +61,21 @@ class CpuSampler:
         """See ``Sampler``. A row's id depends on its own logits and request alone."""
         tokens = np.zeros(len(requests), np.int32)
         peaks = np.zeros(len(requests), np.float32)
-        rows = np.array([request.logit_row for request in requests], np.int64)
-        others = []
+        rows = [request.logit_row for request in requests]
+        plain, others = [], []
         for r, request in enumerate(requests):
-            row = logits[rows[r]]
             if not request.is_argmax:
                 others.append(r)
             elif request.mask is not None:
-                tokens[r], peaks[r] = kernels.argmax_allowed(row, request.mask)
+                tokens[r], peaks[r] = kernels.argmax_allowed(logits[rows[r]], request.mask)
+            elif self._argmax is not None:
+                plain.append(r)
             else:
+                row = logits[rows[r]]
                 tokens[r] = row.argmax()  # NumPy's argmax stops at the first NaN, so the peak shows it
                 peaks[r] = row[tokens[r]]
+        if plain and self._argmax is not None:
+            tokens[plain], peaks[plain] = self._argmax(np.array([rows[r] for r in plain], np.int32))
         if others:
             draws = draws_of([requests[r] for r in others])
 

@@ -67,7 +67,13 @@ class SampleRequest:
     @property
     def is_argmax(self) -> bool:
         """The id is the argmax of the raw logits, among those that the mask allows."""
-        return self.is_greedy and not self.has_penalties and not self.params.logit_bias and not self.bans_ends
+        params = self.params
+        return (
+            (params.temperature < LEAST_TEMPERATURE or params.top_k == 1)
+            and not penalises(params)
+            and not params.logit_bias
+            and not (self.index < params.min_tokens and self.end_ids)
+        )
 
 
 @dataclass(frozen=True, slots=True)

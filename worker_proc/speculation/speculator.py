@@ -111,13 +111,14 @@ def num_worthwhile(chances: Sequence[float], num_tokens: int, num_rows: int, tim
     ``chances``: [n] descending. ``num_tokens`` and ``num_rows``: of the step without drafts; what it computes beside
     one token of each row that samples (prompts) is counted as the ids that decoding would yield in that time.
     """
-    seconds = times.at(num_tokens)
-    expected = num_rows * seconds / times.at(num_rows)
-    best, best_rate = 0, expected / seconds
-    extra_s = STEP_COST * times.at(num_rows)
-    for number, chance in enumerate(chances, start=1):
+    rows_s = times.at(num_rows)
+    step_s, *with_drafts = times.with_drafts(num_tokens, len(chances))
+    expected = num_rows * step_s / rows_s
+    best, best_rate = 0, expected / step_s
+    extra_s = STEP_COST * rows_s
+    for number, (chance, seconds) in enumerate(zip(chances, with_drafts, strict=True), start=1):
         expected += chance
-        rate = expected / (times.at(num_tokens, number) + extra_s)
+        rate = expected / (seconds + extra_s)
         if rate > best_rate:
             best, best_rate = number, rate
     return best

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -55,6 +56,12 @@ class StepTimes:
             return self._seconds[num_tokens]
         return self._seconds[last] + self._slope * (num_tokens - last)
 
+    def between(self, least: int, most: int) -> list[float]:
+        """``at`` of each number from ``least`` to ``most``."""
+        if most < len(self._seconds):
+            return self._seconds[least : most + 1]
+        return [self.at(number) for number in range(least, most + 1)]
+
     def least_slope(self, num_tokens: int) -> float:
         """Least seconds of one more token, over all numbers that may be added."""
         return self._least[min(num_tokens, len(self._least) - 1)]
@@ -73,10 +80,14 @@ class ServedTimes:
 
     def at(self, num_tokens: int, num_drafts: int = 0) -> float:
         """Seconds of a step of ``num_tokens``, and of drafts besides."""
-        first = self.alone.at(num_tokens)
-        if not num_drafts:
-            return first + self.beside_s
-        return first + self.beside_s + self._draft_cost * (self.alone.at(num_tokens + num_drafts) - first)
+        return self.with_drafts(num_tokens, num_drafts)[-1]
+
+    def with_drafts(self, num_tokens: int, most: int) -> list[float]:
+        """Seconds of a step of ``num_tokens`` with 0, 1, ... ``most`` drafts besides."""
+        alone = self.alone.between(num_tokens, num_tokens + most)
+        first, cost = alone[0], self._draft_cost
+        base = first + self.beside_s
+        return [base + cost * (seconds - first) for seconds in alone]
 
     def least_of_draft(self, num_tokens: int) -> float:
         """Seconds of one draft beside ``num_tokens``, at least."""
@@ -104,6 +115,11 @@ def measure(
     """
     fitting = [n for n in NUM_TOKENS if n <= max_tokens]
     coarse_first = sorted(fitting, key=lambda n: n not in COARSE and n != fitting[-1])
+    argmax = getattr(runner, "argmax", None)
+
+    def draw(logits: Any, batch: PackedBatch) -> None:
+        logits.argmax(1) if argmax is None else argmax(batch.logit_rows)
+
     least: dict[int, float] = {}
     began = wall()
     for turn in range(REPEATS):
@@ -113,7 +129,7 @@ def measure(
                 break
             batch = _one_sequence(num_tokens, runner.page_size)
             before = clock()
-            runner.forward(batch).argmax(1)  # drawing reads them
+            draw(runner.forward(batch), batch)
             least[num_tokens] = min(least.get(num_tokens, float("inf")), (clock() - before) / num_threads)
     sizes = sorted(least)
     found = np.interp(fitting, sizes, [least[n] for n in sizes]).tolist()

@@ -114,7 +114,7 @@ def split_run(
 
 @jit
 def plan_attention(model: Any, step: Any) -> None:
-    """Fill the step's ``items``, ``counts`` and split lists (see ``layout.STEP``)."""
+    """Fill the step's ``seq_of``, ``items``, ``counts`` and split lists (see ``layout.STEP``)."""
     num_seqs = step.num_seqs
     starts = carray(i32_pointer(step.query_start), (num_seqs + 1,))
     contexts = carray(i32_pointer(step.context_lens), (num_seqs,))
@@ -126,12 +126,15 @@ def plan_attention(model: Any, step: Any) -> None:
     complete = start[num_seqs + 1 :]
     tokens = carray(i32_pointer(step.split_tokens), (step.num_tokens,))
     base = carray(i32_pointer(step.split_base), (step.num_tokens,))
+    seq_of = carray(i32_pointer(step.seq_of), (step.num_tokens,))
     per_item = tokens_per_item(model)
     stride = SEGMENT_TOKENS // model.page_size
 
     index, num_split, slots = 0, 0, 0
     for seq in range(num_seqs):
         count = starts[seq + 1] - starts[seq]
+        for token in range(starts[seq], starts[seq + 1]):
+            seq_of[token] = seq
         needed = count * num_segments(contexts[seq])
         complete_segments = (contexts[seq] - count) // SEGMENT_TOKENS
         if count <= per_item and slots + needed <= step.partial_rows:

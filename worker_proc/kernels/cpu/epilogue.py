@@ -69,6 +69,36 @@ def make_epilogue(isa: Isa, mode: str) -> Any:
     return epilogue
 
 
+def make_row_peaks(isa: Isa) -> Any:
+    """``row_peaks(values, rows, ldv, peaks)``: the largest of 32 float32 of each row, NaN where any of them is.
+
+    ``peaks``: where the first row's goes; the others' are ``ldv`` bytes apart, as the rows are.
+    """
+
+    @intrinsic
+    def row_peaks(tc: Any, values: Any, rows: Any, ldv: Any, peaks: Any) -> Any:
+        def emit(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            values, rows, ldv, peaks = args
+            e = VectorEmitter(b, isa)
+
+            def larger(x: Any, y: Any) -> Any:
+                either = b.fcmp_unordered("uno", x, y)
+                return b.select(either, e.vec(float("nan")), e.maximum(x, y))
+
+            with cgutils.for_range(b, rows, intp=I64) as loop:
+                down = b.mul(loop.index, ldv)
+                row = b.add(values, down)
+                top = larger(e.load(row, V16F), e.load(e.at(row, 64), V16F))
+                for distance in (8, 4, 2, 1):
+                    top = larger(top, e.rotate_lanes(top, distance))
+                e.store(b.extract_element(top, ir.Constant(I32, 0)), b.add(peaks, down))
+            return ctx.get_dummy_value()
+
+        return types.void(*(types.int64,) * 4), emit
+
+    return row_peaks
+
+
 def _visible(e: VectorEmitter, index: Any, lo: Any, hi: Any) -> Any:
     """Which of the 16 columns from ``16 * index`` on lie in lo..hi-1."""
     first = e.splat(e.b.trunc(e.b.mul(index, e.i64(16)), I32), V16I)

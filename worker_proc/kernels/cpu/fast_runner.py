@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from worker_proc.kernels.cpu.arch import Decoder
 from worker_proc.kernels.cpu.forward import PHASES
+from worker_proc.kernels.cpu.host_side import HostSide, what_is_wrong
 from worker_proc.kernels.cpu.isa import detect
 from worker_proc.kernels.cpu.layout import BLOCK_TOKENS, SEGMENT_TOKENS
 from worker_proc.kernels.cpu.model_image import ModelImage
@@ -38,6 +39,7 @@ class CpuFastRunner:
         self.num_threads = num_threads
         self._image = image
         self._workspace = Workspace(image, num_threads)
+        self._host = HostSide()
         self._pool: KvPool | None = None
         self._profile: NDArray[np.int64] | None = None
         shared = (image.models, image.layers, self._workspace.steps, self._workspace.owns)
@@ -108,39 +110,37 @@ class CpuFastRunner:
         for index, layer in enumerate(self._image.layers):
             layer["kv"] = self._pool.address + index * self._image.page_bytes
 
-    def _check(self, batch: PackedBatch) -> KvPool:
-        """The pool, if all is right: what is wrong here would be a write to a wrong address there."""
+    def _check(self, batch: PackedBatch) -> int:
+        """The highest page, if all is right: what is wrong here would be a write to a wrong address there."""
         if self._pool is None:
             raise RuntimeError("allocate() the KV pool before forward()")
-        limits = (
-            ("token id", batch.ids, self.vocab_size),
-            ("position", batch.positions, self._image.shape.max_positions),
-            ("page id", batch.page_table, self._pool.num_pages),
-            ("logit row", batch.logit_rows, len(batch.ids)),
-        )
-        for what, values, limit in limits:
-            if values.size and (int(values.min()) < 0 or int(values.max()) >= limit):
-                raise ValueError(f"{what} {int(values.min())}..{int(values.max())} outside 0..{limit - 1}")
-        starts, contexts = batch.query_start, batch.context_lens
-        if len(starts) != len(contexts) + 1 or int(starts[-1]) != len(batch.ids) or not len(batch.ids):
-            raise ValueError(f"query_start {starts.tolist()} does not cover {len(batch.ids)} tokens")
-        if batch.page_table.shape[0] != len(contexts) or len(batch.positions) != len(batch.ids):
-            raise ValueError("page_table needs a row per sequence and positions an entry per token")
-        if int(contexts.max()) > batch.page_table.shape[1] * self.page_size:
-            raise ValueError(f"context {int(contexts.max())} exceeds {batch.page_table.shape[1]} pages")
-        if (np.diff(starts) < 1).any() or (batch.positions[starts[1:] - 1] + 1 != contexts).any():
-            raise ValueError("a sequence's last position must be context_len - 1, and each needs a token")
-        return self._pool
+        positions, num_pages = self._image.shape.max_positions, self._pool.num_pages
+        highest = self._host.check_batch(
+            batch.ids, batch.positions, batch.query_start, batch.context_lens, batch.page_table, batch.logit_rows,
+            self.vocab_size, positions, num_pages, self.page_size,
+        )  # fmt: skip
+        if highest < 0:
+            raise ValueError(what_is_wrong(batch, self.vocab_size, positions, num_pages, self.page_size))
+        return int(highest)
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         """Logits float32 [R, vocab_size], a view that the next call overwrites.
 
         Raises ValueError for ids, positions or pages out of range, before anything is computed.
         """
-        self._check(batch).reach(int(batch.page_table.max()))
+        highest_page = self._check(batch)
+        assert self._pool is not None  # or it would have said so
+        self._pool.reach(highest_page)
         self._workspace.load(batch)
         self._team.run()
-        return self._workspace.logits[: len(batch.logit_rows), : self.vocab_size]
+        return self._workspace.logit_space[: len(batch.logit_rows), : self.vocab_size]
+
+    def argmax(self, rows: I32) -> tuple[I32, NDArray[np.float32]]:
+        """See ``ArgmaxRunner``. Looks through the largest of each 32 logits, which the head's threads have noted."""
+        tokens, largest = np.empty(len(rows), np.int32), np.empty(len(rows), np.float32)
+        space = self._workspace
+        self._host.find_largest(space.logit_space, rows, self.vocab_size, space.first_peak, tokens, largest)
+        return tokens, largest
 
     def copy_pages(self, src: I32, dst: I32) -> None:
         """Copy pages in every layer, in order (a page may be source after it was destination)."""

@@ -95,14 +95,12 @@ def _make_attention_half(parts: _Parts) -> Any:
     attend, join, residual, next_norm = parts.attend, parts.join, parts.residual, parts.next_norm
 
     @kernels.jit
-    def attention_half(
-        tid: int, nt: int, sync: int, phase: int, model: Any, layer: Any, step: Any, own: Any
-    ) -> Any:
+    def attention_half(tid: int, nt: int, sync: int, phase: int, model: Any, layer: Any, step: Any, own: Any) -> Any:
         columns = (model.num_heads + 2 * model.num_kv_heads) * model.head_pad
         counters = begin_phase(sync, phase, tid, nt)
         linear(
             STORE, tid, nt, counters, step.xn, step.xn_stride, step.num_tokens, step.row_block, layer.qkv_w,
-            layer.qkv_b, columns // 32, model.hidden_pad // 32, step.qkv, step.qkv_stride, own.sums,
+            layer.qkv_b, columns // 32, model.hidden_pad // 32, step.qkv, step.qkv_stride, own.sums, 0,
         )  # fmt: skip
         phase = end_timed(sync, phase, nt, step.profile, tid, QKV)
         counters = begin_phase(sync, phase, tid, nt)
@@ -143,7 +141,7 @@ def _make_mlp_half(parts: _Parts) -> Any:
         linear(
             GELU if model.gelu != 0 else SILU, tid, nt, counters, step.xn, step.xn_stride, step.num_tokens,
             step.row_block, layer.gate_up_w, layer.gate_up_b, model.inner_pad // 16, model.hidden_pad // 32,
-            step.mlp, step.mlp_stride, own.sums,
+            step.mlp, step.mlp_stride, own.sums, 0,
         )  # fmt: skip
         phase = end_timed(sync, phase, nt, step.profile, tid, GATE_UP)
         counters = begin_phase(sync, phase, tid, nt)
@@ -174,7 +172,8 @@ def _make_head(parts: _Parts) -> Any:
         counters = begin_phase(sync, phase, tid, nt)
         linear(
             STORE, tid, nt, counters, step.xn, step.xn_stride, step.num_logits, step.row_block, model.head_w,
-            model.head_b, model.vocab_pad // 32, model.hidden_pad // 32, step.logits, model.vocab_pad * 4, own.sums,
+            model.head_b, model.vocab_pad // 32, model.hidden_pad // 32, step.logits, step.logits_stride, own.sums,
+            model.vocab_pad * 4,
         )  # fmt: skip
         return end_timed(sync, phase, nt, step.profile, tid, LM_HEAD)
 
@@ -193,7 +192,7 @@ def _make_residual(kernels: KernelSet, linear: Any) -> Any:
         mode, out = (STORE, step.y) if post != 0 else (ADD, step.x)
         linear(
             mode, tid, nt, counters, x, ldx, step.num_tokens, block, w, bias, model.hidden_pad // 32, inner // 32,
-            out, step.x_stride, sums,
+            out, step.x_stride, sums, 0,
         )  # fmt: skip
 
     return residual

@@ -114,12 +114,14 @@ def _make_panel_apart(kernels: KernelSet, finish: Any) -> Any:
 
 
 def make_linear(kernels: KernelSet) -> Any:
-    """``linear(mode, tid, nt, counters, x, ldx, num_rows, block, w, bias, num_panels, steps, out, ldo, sums)``.
+    """``linear(mode, tid, nt, counters, x, ldx, num_rows, block, w, bias, num_panels, steps, out, ldo, sums, peaks)``.
 
-    ``mode``: an index into ``epilogue.MODES``; ``sums``: this thread's scratch; strides in bytes.
+    ``mode``: an index into ``epilogue.MODES``; ``sums``: this thread's scratch; strides in bytes. Where ``peaks`` is
+    not 0, each row gets, so many bytes behind its outputs, the largest of every panel's 32.
     """
     gated_out = 16 * kernels.isa.activation_bytes
     store, add, silu, gelu = (kernels.epilogues[name] for name in MODES)
+    row_peaks = kernels.row_peaks
 
     @kernels.jit
     def finish(mode: int, sums: int, rows: int, bias: int, out: int, ldo: int) -> None:
@@ -137,7 +139,7 @@ def make_linear(kernels: KernelSet) -> Any:
     @kernels.jit
     def linear(
         mode: int, tid: int, nt: int, counters: int, x: int, ldx: int, num_rows: int, block: int, w: int, bias: int,
-        num_panels: int, steps: int, out: int, ldo: int, sums: int,
+        num_panels: int, steps: int, out: int, ldo: int, sums: int, peaks: int,
     ) -> None:  # fmt: skip
         num_blocks = (num_rows + block - 1) // block
         panel_out = gated_out if mode >= SILU else 128  # 16 activations or 32 float32
@@ -149,9 +151,12 @@ def make_linear(kernels: KernelSet) -> Any:
             first = item // num_panels * block
             index = item % num_panels
             panel_bias = bias + index * 128 if bias != 0 else 0
+            rows, at = min(block, num_rows - first), out + first * ldo
             panel(
-                mode, x + first * ldx, ldx, min(block, num_rows - first), w + index * steps * PANEL_STEP_BYTES,
-                panel_bias, steps, out + first * ldo + index * panel_out, ldo, sums,
+                mode, x + first * ldx, ldx, rows, w + index * steps * PANEL_STEP_BYTES, panel_bias, steps,
+                at + index * panel_out, ldo, sums,
             )  # fmt: skip
+            if peaks != 0:
+                row_peaks(at + index * panel_out, rows, ldo, at + peaks + 4 * index)
 
     return linear

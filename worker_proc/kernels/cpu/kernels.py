@@ -83,6 +83,7 @@ class KernelSet:
     weigh_rows: Kernel
     """(n, p, ldp, blocks, num_blocks, offset, out, ldo) -> rows done."""
     epilogues: dict[str, Kernel]
+    row_peaks: Kernel
     score_peak: Kernel
     score_powers: Kernel
     merge_row: Kernel
@@ -201,6 +202,7 @@ def build(isa: Isa) -> KernelSet:
         qk_rows=qk_rows,
         weigh_rows=weigh_rows,
         epilogues={mode: epilogue.make_epilogue(isa, mode) for mode in epilogue.MODES},
+        row_peaks=epilogue.make_row_peaks(isa),
         score_peak=epilogue.make_score_peak(isa),
         score_powers=epilogue.make_score_powers(isa),
         merge_row=epilogue.make_merge_row(isa),

@@ -141,6 +141,7 @@ STEP = np.dtype(
         ("mlp", _I),
         ("mlp_stride", _I),
         ("logits", _I),
+        ("logits_stride", _I),
         ("partials", _I),
         ("items", _I),
         ("counts", _I),
@@ -153,7 +154,7 @@ STEP = np.dtype(
     align=True,
 )
 """One record; strides in bytes. Inputs are int32; x, y, qkv, logits float32; xn, q, att, mlp activations:
-bf16 or float32 (``Isa.activation_bytes``)."""
+bf16 or float32 (``Isa.activation_bytes``). A row of logits is followed by the largest of each 32."""
 
 NUM_ITEMS, NUM_SPLIT_TOKENS = 0, 1
 """Where the counts of an attention plan are."""

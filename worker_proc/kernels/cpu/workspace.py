@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,8 +23,8 @@ PARTIAL_BYTES = 16 << 20
 """Room for the partial results of split contexts. Rows beyond it attend whole: same bits, less shared."""
 
 
-def _as_i32(values: Any) -> NDArray[np.int32]:
-    return np.ascontiguousarray(values, dtype=np.int32)
+INPUTS = ("ids", "positions", "query_start", "context_lens", "page_table", "logit_rows")
+"""Arrays of a batch that the step reads, under the same names in its record."""
 
 
 class Workspace:
@@ -37,8 +35,12 @@ class Workspace:
         self.steps = np.zeros(1, STEP)
         self._tokens = self._seqs = self._logit_rows = 0
         self._buffers: dict[str, NDArray[np.uint8]] = {}
-        self.logits = np.zeros((0, image.vocab_pad), np.float32)
-        self._inputs: list[Any] = []
+        self.logit_space = np.zeros((0, 0), np.float32)
+        """[R, ...]: ``vocab_pad`` logits, then the largest of each 32 of them (NaN where any is), then nothing."""
+        self.first_peak = image.vocab_pad
+        self._inputs = {name: np.zeros(0, np.int32) for name in INPUTS}
+        """Copies of a batch's arrays. They stay where they are: finding out an array's address costs more."""
+        self._sizes = {name: self.steps[name] for name in ("num_tokens", "num_seqs", "num_logits", "table_width")}
         activation_bytes = int(image.models[0]["activation_bytes"])
         size = scratch_bytes(image.head_pad, activation_bytes)
         self._scratch = huge_buffer(num_threads * size, "thread scratch")
@@ -54,6 +56,7 @@ class Workspace:
         step["xn_stride"] = row_bytes(image.hidden_pad, activation_bytes)
         step["qkv_stride"] = row_bytes((d.num_heads + 2 * d.num_kv_heads) * image.head_pad, 4)
         step["q_stride"] = row_bytes(d.num_heads * image.head_pad, activation_bytes)
+        step["logits_stride"] = row_bytes(image.vocab_pad + image.vocab_pad // 32, 4)
         step["mlp_stride"] = row_bytes(image.inner_pad, activation_bytes)
 
     def _buffer(self, name: str, num_bytes: int) -> int:
@@ -64,13 +67,13 @@ class Workspace:
         step = self.steps[0]
         if tokens > self._tokens:
             self._tokens = max(64, tokens, min(2 * self._tokens, 4096))
-            rows = self._tokens + ROW_PADDING
+            padded = self._tokens + ROW_PADDING
             widths = (("x", "x"), ("y", "x"), ("xn", "xn"), ("qkv", "qkv"), ("q", "q"), ("att", "q"), ("mlp", "mlp"))
             for name, stride in widths:
-                step[name] = self._buffer(name, rows * int(step[f"{stride}_stride"]))
+                step[name] = self._buffer(name, padded * int(step[f"{stride}_stride"]))
             items = self._tokens + int(step["partial_rows"])
             step["items"] = self._buffer("items", items * ITEM_FIELDS * 4)
-            for name in ("split_tokens", "split_base"):
+            for name in ("split_tokens", "split_base", "seq_of"):
                 step[name] = self._buffer(name, self._tokens * 4)
         if seqs > self._seqs:
             self._seqs = max(64, 2 * seqs)
@@ -79,24 +82,24 @@ class Workspace:
             step["split_start"] = self._buffer("split_start", (2 * self._seqs + 1) * 4)
         if logit_rows > self._logit_rows:
             self._logit_rows = max(16, logit_rows)
-            size = self._logit_rows * self._image.vocab_pad * 4
-            step["logits"] = self._buffer("logits", size)
-            self.logits = self._buffers["logits"].view(np.float32).reshape(-1, self._image.vocab_pad)
+            row = int(step["logits_stride"])
+            step["logits"] = self._buffer("logits", self._logit_rows * row)
+            self.logit_space = self._buffers["logits"].view(np.float32).reshape(-1, row // 4)
 
     def load(self, batch: PackedBatch) -> None:
         """Point the step record at a checked batch."""
         num_tokens, num_seqs, num_logits = len(batch.ids), len(batch.context_lens), len(batch.logit_rows)
         self._reserve(num_tokens, num_seqs, num_logits)
-        step = self.steps[0]
-        starts = _as_i32(batch.query_start)
-        seq_of = np.repeat(np.arange(num_seqs, dtype=np.int32), np.diff(starts))
-        columns = {
-            "ids": _as_i32(batch.ids), "positions": _as_i32(batch.positions), "query_start": starts,
-            "context_lens": _as_i32(batch.context_lens), "page_table": _as_i32(batch.page_table),
-            "logit_rows": _as_i32(batch.logit_rows), "seq_of": seq_of,
-        }  # fmt: skip
-        for name, values in columns.items():
-            step[name] = values.ctypes.data
-        step["num_tokens"], step["num_seqs"], step["num_logits"] = num_tokens, num_seqs, num_logits
-        step["table_width"] = columns["page_table"].shape[1]
-        self._inputs = list(columns.values())
+        for name in INPUTS:
+            self._put(name, getattr(batch, name))
+        sizes = self._sizes
+        sizes["num_tokens"][0], sizes["num_seqs"][0], sizes["num_logits"][0] = num_tokens, num_seqs, num_logits
+        sizes["table_width"][0] = batch.page_table.shape[1]
+
+    def _put(self, name: str, values: NDArray[np.int32]) -> None:
+        size = values.size
+        held = self._inputs[name]
+        if size > held.size:
+            held = self._inputs[name] = np.zeros(max(64, 2 * size), np.int32)
+            self.steps[0][name] = held.ctypes.data
+        held[:size] = values.ravel() if values.ndim > 1 else values
