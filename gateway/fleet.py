@@ -18,7 +18,8 @@ from typing import NamedTuple
 from common.messages import EngineStatus
 
 STALE_S = 3.0
-"""Without an EngineStatus for this long the engine does not answer. It is sent several times a second."""
+"""Without an EngineStatus for this long the engine does not answer. It is sent every second, and more often
+while there is work."""
 
 
 class Lost(NamedTuple):

@@ -60,7 +60,9 @@ from scheduler_proc.status import check_invariants, engine_status
 from scheduler_proc.workers import Workers
 
 STATUS_S = 0.25
-"""EngineStatus at least this often; at once when a generation or readiness changes."""
+"""EngineStatus at least this often; at once when a generation or readiness changes, and for a gateway that comes."""
+IDLE_STATUS_S = 1.0
+"""As ``STATUS_S``, while there is nothing new to tell."""
 
 
 @dataclass(slots=True)
@@ -186,9 +188,12 @@ class Scheduler:
         out.log, state.log = state.log, []
         out.preempted, state.preempted = state.preempted, []
         news = (state.pool is not None, state.draining, tuple(self.generations.items()))
-        if now >= self.next_status or news != self.announced:
+        idle = self.idle
+        if not idle:
+            self.next_status = min(self.next_status, now + STATUS_S)
+        if now >= self.next_status or news != self.announced or out.addresses:
             self.announced = news
-            self.next_status = now + STATUS_S
+            self.next_status = now + (IDLE_STATUS_S if idle else STATUS_S)
             out.status = engine_status(state, self.generations)
         timers, send_at = self.ingest.timers, self.batcher.send_at
         out.wake_at = min(

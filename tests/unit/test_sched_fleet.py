@@ -18,6 +18,7 @@ from common.messages import (
 )
 from scheduler_proc.fakes import FakeWorker, WorkerCrash
 from scheduler_proc.gateways import LEASE_S
+from scheduler_proc.scheduler import IDLE_STATUS_S, STATUS_S
 from tests.unit.sched_support import GATEWAY, PAGE, VOCAB, Rig, expected, request
 
 P6 = [7, 8, 9, 10, 11, 12]
@@ -339,6 +340,25 @@ def test_status_counts_and_uses_sglangs_names() -> None:
     assert metrics["num_finished_requests_total_length"] == 2
     for row in rig.out.status.histograms.values():
         assert row[1] == sum(row[2:])
+
+
+def test_status_comes_seldom_while_idle_and_soon_with_work_and_for_a_gateway_that_comes() -> None:
+    rig = Rig()
+    rig.step(seconds=IDLE_STATUS_S)
+    assert rig.out.status is not None
+    rig.step(seconds=IDLE_STATUS_S - 0.1)
+    assert rig.out.status is None and abs(rig.out.wake_at - rig.now - 0.1) < 1e-6
+    rig.step(rig.lease("gateway-0"))
+    assert rig.out.status is not None
+    rig.step(request("a", P6, 40))
+    assert rig.out.status is None and rig.out.wake_at <= rig.now + STATUS_S
+    rig.step(seconds=STATUS_S)
+    assert rig.out.status is not None and rig.out.status.num_running == 1
+    rig.finish()
+    rig.step(seconds=STATUS_S)
+    assert rig.out.status is not None and rig.out.status.num_running == 0
+    rig.step(seconds=STATUS_S)
+    assert rig.out.status is None
 
 
 def test_lease_type_is_what_gateways_send() -> None:
