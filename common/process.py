@@ -41,6 +41,8 @@ from common.trace import SEGMENTS, TraceWriter
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
+EARLY_S = 0.005
+"""A heartbeat may go out this much before it is due: what wakes a loop so shortly before wakes it for both."""
 PARENT_PID_VARIABLE = "QUINTET_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 
@@ -87,6 +89,12 @@ class ProcessContext:
         """Call ``hook`` (signal-safe) when the process is asked to stop."""
         self._stop_hooks.append(hook)
 
+    @property
+    def beat_in_s(self) -> float:
+        """When the next heartbeat is due; 0.0: now. A loop with nothing else to do sleeps as long."""
+        left_s = self._last_beat + HEARTBEAT_S - time.monotonic()
+        return left_s if left_s > EARLY_S else 0.0
+
     def beat(
         self,
         *,
@@ -98,13 +106,14 @@ class ProcessContext:
     ) -> None:
         """Tell the supervisor that the loop turns; cheap, sends at most every ``HEARTBEAT_S``.
 
-        Call it whenever the loop turns (a waiting loop wakes for it). A change of ``ready`` is sent at once.
+        Call it whenever the loop turns (a waiting loop wakes for it: ``beat_in_s``). A change of ``ready`` is sent
+        at once.
         """
         if self.trace is not None:
             self.trace.flush_when_due()
-        now = time.monotonic()
-        if now - self._last_beat < HEARTBEAT_S and ready == self._last_ready:
+        if self.beat_in_s and ready == self._last_ready:
             return
+        now = time.monotonic()
         if self.notifier is not None:
             self.notifier.ping()
             if ready and not self._last_ready:

@@ -38,7 +38,8 @@ TOTAL_BYTES = 256 << 20
 """Per process, all its generations together: the default of ``--trace-mib``."""
 SEGMENTS = 16
 """A full trace is in so many files."""
-FLUSH_S = 0.5
+FLUSH_S = 0.4
+"""Less than from one heartbeat to the next, so that each of an idle process brings out what there is."""
 FLUSH_BYTES = 256 << 10
 
 NAME = re.compile(r"(?P<role>[a-z]+)-(?P<index>\d+)\.(?P<generation>\d+)\.(?P<segment>\d+)\.trace")

@@ -18,7 +18,6 @@ from detokenizer_proc.decoding import Vocabulary
 from detokenizer_proc.outbox import Outbox
 from detokenizer_proc.server import Detokenizer
 
-_IDLE_WAIT_S = 0.25
 _FULL_WAIT_S = 0.005
 _BATCH = 16
 """Messages taken in before the gateways are sent what came of them."""
@@ -57,7 +56,7 @@ def main(context: ProcessContext) -> None:
         for message in inbox.receive(_BATCH):
             detokenizer.handle(message)
         detokenizer.flush(time.monotonic())
-        inbox.wait(_FULL_WAIT_S if detokenizer.waiting else _IDLE_WAIT_S)
+        inbox.wait(_FULL_WAIT_S if detokenizer.waiting else context.beat_in_s)
     detokenizer.flush(time.monotonic())
 
 

@@ -40,6 +40,7 @@ from gateway.request import Delta, Exchange, OpenRequest
 log = logging.getLogger(__name__)
 
 TICK_S = 0.2
+"""How often ``tick`` is called while something is open."""
 DRAIN_LIMIT = 64
 ABORT_REPEAT_S = 1.0
 LEASE_S = 1.0
@@ -198,6 +199,10 @@ class Engine:
             if exchange.sending_since and now - exchange.sending_since > STALL_S and exchange.cut_off is not None:
                 exchange.leave()
                 exchange.cut_off()
+
+    def tick_in_s(self, now: float) -> float:
+        """How long ``tick`` has nothing to do, unless something is opened meanwhile."""
+        return TICK_S if self.open or self.exchanges else max(0.0, self._next_lease - now)
 
     def send_lease(self, *, closing: bool = False) -> None:
         """Tell the scheduler that this gateway lives, and where. A full channel: the next one tells it."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
 import time
+from functools import partial
 from typing import Any
 
 import uvloop
@@ -16,7 +18,7 @@ from common.messages import ErrorInfo
 from common.process import EXIT_FAILED, ProcessContext
 from gateway.app import make_app
 from gateway.edge import Edge
-from gateway.engine import TICK_S, Engine
+from gateway.engine import Engine
 from gateway.metrics import Exposition, GatewayMetrics
 from gateway.output import ToolSupport
 from gateway.protocols.common import Deps
@@ -27,6 +29,8 @@ from gateway.tool_parsers.registry import resolve_name
 log = logging.getLogger(__name__)
 
 PUBLISH_S = 2.0
+_TIMER_S = 0.001
+"""The event loop's timers count so: one may go off as much too early."""
 CUT_OFF = ErrorInfo(status=503, message="the server is shutting down", code="draining", retry_after_s=5)
 
 
@@ -51,6 +55,8 @@ class Gateway:
         self._metrics = metrics
         self.engine = Engine(context.channels, context.config, context.name, metrics, context.generation)
         self.engine.trace = context.trace
+        self._wake = asyncio.Event()
+        """Set when the process is asked to stop."""
         if context.config.model.tool_call_parser not in ("", "auto"):
             resolve_name(context.config.model.tool_call_parser)  # an unknown one ends the start
         if name := context.config.model.reasoning_parser:
@@ -66,6 +72,7 @@ class Gateway:
         """Serve on a bound socket until the context is stopping and what runs has finished."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(end_if_starved)
+        self._context.on_stop(partial(_set_in, loop, self._wake))
         loop.add_reader(self.engine.fileno(), self.engine.drain)
         self.engine.send_lease()
         serving = asyncio.ensure_future(self.server.serve(sockets=[listener]))  # type: ignore[list-item]
@@ -102,7 +109,18 @@ class Gateway:
                     log.warning("the drain time is over with %d requests open; they are cut off", len(engine.exchanges))
                     engine.fail_all(CUT_OFF)
                 return
-            await asyncio.sleep(TICK_S)
+            await self._rest(min(engine.tick_in_s(now), context.beat_in_s))
+
+    async def _rest(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds + _TIMER_S):
+                await self._wake.wait()
+        self._wake.clear()
+
+
+def _set_in(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    if not loop.is_closed():  # a signal may come after the end
+        loop.call_soon_threadsafe(event.set)
 
 
 def end_if_starved(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from scheduler_proc.state import State
 LEASE_S = 8.0
 """A gateway not heard of for this long is gone. It renews every second; a machine under load may be late."""
 PAUSE_S = 2.0
-"""Between two steps; the loop turns several times a second."""
+"""Between two steps; the loop turns for each heartbeat."""
 _REMEMBER_GONE = 4096
 
 

@@ -20,11 +20,8 @@ from scheduler_proc.scheduler import Scheduler, StepOutput
 
 log = logging.getLogger(__name__)
 
-LONGEST_SLEEP_S = 0.25
 RETRY_S = 0.005
 """How soon a full channel is tried again."""
-BEAT_S = 0.1
-"""How often ``ProcessContext.beat`` is called, which itself sends less often."""
 FORGIVEN = "worker_crashes_forgiven"
 """Key of ``Heartbeat.info``: worker crashes laid to one request's charge, which the supervisor does not count."""
 NUM_OPEN = "num_open"
@@ -180,7 +177,6 @@ def main(context: ProcessContext) -> None:
     progress = 0
     clock = Clock()
     last_check, checked_step = clock(), 0
-    beat_at = 0.0
     told_ready = False
     recorder = None if context.trace is None else StepRecorder(context.trace, scheduler)
     while not context.stopping:
@@ -196,13 +192,13 @@ def main(context: ProcessContext) -> None:
         for level, words in out.log:
             log.log(logging.getLevelNamesMapping()[level.upper()], "%s", words)
         progress += 1
-        if now >= beat_at or scheduler.ready != told_ready:
-            beat_at, told_ready = now + BEAT_S, scheduler.ready
+        if not context.beat_in_s or scheduler.ready != told_ready:
+            told_ready = scheduler.ready
             context.beat(ready=told_ready, progress=progress, info=_info(scheduler))
         if scheduler.idle and now - last_check > CHECK_S and scheduler.state.step != checked_step:
             last_check, checked_step = now, scheduler.state.step
             _check(scheduler)
-        timeout_s = min(max(out.wake_at - clock(), 0.0), LONGEST_SLEEP_S)
+        timeout_s = min(max(out.wake_at - clock(), 0.0), context.beat_in_s)
         mail.wait(RETRY_S if mail.unsent else timeout_s)
 
 

@@ -24,8 +24,7 @@ from tokenizer_proc.server import TokenizerServer
 
 _READY_REPEAT_S = 2.0
 """TokenizerReady is repeated, so that a restarted gateway or scheduler hears of it."""
-_IDLE_WAIT_MS = 250
-_BUSY_WAIT_MS = 5
+_BUSY_WAIT_S = 0.005
 """While a channel is full, or helpers' time is watched."""
 _BLOCKED_WAIT_S = 0.002
 _BATCH = 64
@@ -128,7 +127,8 @@ def _loop(
         for message in messages:
             server.handle(message)
         if not messages:
-            poller.poll(_IDLE_WAIT_MS if outbox.idle and not server.num_jobs else _BUSY_WAIT_MS)
+            rest_s = context.beat_in_s if outbox.idle and not server.num_jobs else _BUSY_WAIT_S
+            poller.poll(int(1000 * rest_s))
             wake.clear()
 
 

@@ -67,7 +67,7 @@ class HeartbeatThread:
             self._context.beat(
                 ready=p.ready, progress=p.progress, busy_since=p.busy_since, detail=p.detail, info=p.info
             )
-            self._stop.wait(HEARTBEAT_S / 2)
+            self._stop.wait(self._context.beat_in_s if p.ready else HEARTBEAT_S / 2)  # being ready is told soon
 
 
 class WorkerLoop:
