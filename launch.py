@@ -29,6 +29,7 @@ from common.process import EXIT_CONFIG, setup_logging
 from launcher.children import Command, fleet_of, package_command
 from launcher.ports import claim_port
 from launcher.run_dir import RunDir
+from launcher.signals import Signals
 from launcher.supervisor import Supervisor
 from worker_proc.prepare import resolve
 
@@ -78,18 +79,19 @@ def prepare_hosts(config: ServerConfig) -> HostsConfig:
 
 def serve(config: ServerConfig, began: float, command_for: Callable[[Path], Command]) -> int:
     """Run the fleet in a fresh run directory; returns the exit code."""
-    run_dir = RunDir()
+    run_dir, signals = RunDir(), Signals()
     try:
         path = run_dir.path / "config.json"
         path.touch(mode=0o600)  # API keys are in it
         path.write_bytes(config_file.save(config))
         fleet = fleet_of(config)
-        supervisor = Supervisor(config, run_dir.path, fleet, command_for(run_dir.path), ROOT, began)
+        supervisor = Supervisor(config, run_dir.path, fleet, command_for(run_dir.path), ROOT, began, signals)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup must keep its meaning
                 signal.signal(number, supervisor.request_stop)
         return supervisor.run()
     finally:
+        signals.close()
         run_dir.close()
 
 

@@ -17,6 +17,11 @@ class Notifier:
         self._watchdog_s = int(watchdog_us) / 2e6 if watchdog_us.isdigit() else 0.0
         self._last_ping = 0.0
 
+    @property
+    def ping_every_s(self) -> float:
+        """Call ``ping`` this often; infinity where no watchdog waits for it."""
+        return self._watchdog_s / 2 if self._watchdog_s else float("inf")
+
     def ready(self, status: str) -> None:
         """Start-up is over."""
         self._send(f"READY=1\nSTATUS={status}")
@@ -30,7 +35,7 @@ class Notifier:
         self._send(f"STOPPING=1\nSTATUS={status}")
 
     def ping(self) -> None:
-        """Keep the watchdog quiet; call on every turn, sends at half its interval."""
+        """Keep the watchdog quiet; sends at half its interval."""
         now = time.monotonic()
         if self._watchdog_s and now - self._last_ping >= self._watchdog_s:
             self._last_ping = now

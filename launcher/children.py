@@ -14,7 +14,7 @@ from typing import Any
 
 from common.config import ServerConfig
 from common.messages import Heartbeat
-from common.process import PARENT_PID_VARIABLE
+from common.process import HEARTBEAT_S, PARENT_PID_VARIABLE
 
 PACKAGES = {
     "worker": "worker_proc",
@@ -24,6 +24,8 @@ PACKAGES = {
     "gateway": "gateway",
 }
 """Role -> package, in the order of starting."""
+LATE_S = 2 * HEARTBEAT_S
+"""Silent for longer than this, a process is looked at."""
 STOP_ORDER = ("gateway", "tokenizer", "scheduler", "worker", "detokenizer")
 RESTART_WINDOW_S = 60.0
 FIRST_BACKOFF_S = 0.25
@@ -135,7 +137,10 @@ class Child:
         self.busy = False
         self.detail = ""
         self.info: dict[str, Any] = {}
-        self.cpu_at_beat = 0.0
+        self.doubted = False
+        """It was looked at since its last heartbeat."""
+        self.cpu_when_doubted = 0.0
+        """CPU time used until the first such look, seconds."""
         self.felled = False
         """Killed because another rank of the same worker died."""
 
@@ -175,12 +180,12 @@ class Child:
             preexec_fn=before_exec if sys.platform == "linux" else None,
         )
 
-    def on_beat(self, beat: Heartbeat, now: float, cpu_s: float) -> None:
-        """Note a heartbeat of this generation; others are ignored. ``cpu_s``: CPU time used so far."""
+    def on_beat(self, beat: Heartbeat, now: float) -> None:
+        """Note a heartbeat of this generation; others are ignored."""
         if beat.generation != self.generation or beat.pid != self.pid:
             return
         self.last_beat = now
-        self.cpu_at_beat = cpu_s
+        self.doubted = False
         self.busy = beat.busy_since > 0
         if beat.progress != self.progress or not self.busy:
             self.progress, self.progress_at = beat.progress, now
@@ -190,6 +195,15 @@ class Child:
         self.detail = beat.detail
         if beat.info:
             self.info = beat.info
+
+    def is_late(self, now: float) -> bool:
+        """A heartbeat should have been here."""
+        return now - self.last_beat > LATE_S
+
+    def doubt(self, cpu_s: float) -> None:
+        """It was looked at, and had used ``cpu_s`` seconds of CPU time."""
+        if not self.doubted:
+            self.doubted, self.cpu_when_doubted = True, cpu_s
 
     def excuse(self, seconds: float) -> None:
         """The supervisor itself slept this long: nothing it did not hear in that time counts."""

@@ -12,6 +12,9 @@ A process that serves sends heartbeats from its loop. It is hung when
 A process that has not served yet loads: an import of megabytes of libraries from a slow disk holds every thread of
 it for as long as it takes. It has ``start_timeout_s``, unless it is stopped.
 
+Only one that is late, with its heartbeat or its work, is looked at in /proc; whether it uses the CPU is told from
+what it had used at the first look.
+
 A process held by a debugger is left alone, and nothing is held against anyone for a time in
 which the supervisor itself did not run (the caller shifts the clocks: ``Child.excuse``).
 """
@@ -19,10 +22,11 @@ which the supervisor itself did not run (the caller shifts the clocks: ``Child.e
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.children import Child
+from launcher.children import LATE_S, Child
 
 SILENCE_S = 10.0
 IDLE_CPU_SHARE = 0.01
@@ -39,15 +43,15 @@ class CpuState:
     """User and system time used so far, seconds."""
 
 
-def read_cpu_state(pid: int, *, every_thread: bool = False) -> CpuState:
-    """From ``/proc/<pid>/stat``, the first thread's state; unknown where there is none.
+def read_cpu_state(pid: int) -> CpuState:
+    """From ``/proc/<pid>``: the first thread's state, or R or D where it waits and another is in that state.
 
-    ``every_thread``: R or D where the first thread waits and another is in that state.
+    Unknown where there is no such process.
     """
     try:
         fields = _stat(Path(f"/proc/{pid}"))
         state = fields[0]
-        if every_thread and state == "S":
+        if state == "S":
             states = {_stat(task)[0] for task in Path(f"/proc/{pid}/task").iterdir()}
             state = next((each for each in ("R", "D") if each in states), state)
         return CpuState(state, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
@@ -63,34 +67,42 @@ def _stat(folder: Path) -> list[str]:
 def why_hung(
     child: Child,
     now: float,
-    cpu: CpuState,
+    look: Callable[[int], CpuState] = read_cpu_state,
     *,
     start_timeout_s: float,
     hang_timeout_s: float,
     others_ready: bool = True,
 ) -> str:
-    """The reason to kill ``child``, in words; empty while it is to be left alone.
+    """The reason to kill ``child``, in words; empty while it is to be left alone. Notes in it when it was looked at.
 
-    ``others_ready``: while another process is away, one that waits for it is busy without fault.
+    ``look``: pid -> what is to be known, asked only where it matters. ``others_ready``: while another process is
+    away, one that waits for it is busy without fault.
     """
-    if not child.running or cpu.state == "t":
+    silent, waited = now - child.last_beat, now - child.started_at
+    stuck = now - child.progress_at if child.busy and others_ready else 0.0
+    if child.has_served:
+        late = silent > min(LATE_S, hang_timeout_s) or stuck > hang_timeout_s
+    else:
+        late = silent > hang_timeout_s or waited > start_timeout_s
+    if not late or not child.running:
         return ""
-    silent = now - child.last_beat
+    cpu = look(child.pid)
+    child.doubt(cpu.cpu_s)
+    if cpu.state == "t":
+        return ""
     if not child.has_served:
         if cpu.state == "T" and silent > hang_timeout_s:
             return f"stopped and silent for {silent:.1f} s"
-        waited = now - child.started_at
         if waited > start_timeout_s:
             return f"not ready {waited:.0f} s after its start (--start-timeout-s {start_timeout_s:g})"
         return ""
     if silent > min(SILENCE_S, hang_timeout_s):
         if cpu.state == "T":
             return f"stopped and silent for {silent:.1f} s"
-        if cpu.state == "S" and cpu.cpu_s - child.cpu_at_beat < IDLE_CPU_SHARE * silent:
+        if cpu.state == "S" and cpu.cpu_s - child.cpu_when_doubted < IDLE_CPU_SHARE * silent:
             return f"no heartbeat for {silent:.1f} s and no CPU used"
     if silent > hang_timeout_s:
         return f"no heartbeat for {silent:.1f} s (--hang-timeout-s {hang_timeout_s:g})"
-    stuck = now - child.progress_at
-    if child.busy and others_ready and stuck > hang_timeout_s:
+    if stuck > hang_timeout_s:
         return f"busy without progress for {stuck:.1f} s (--hang-timeout-s {hang_timeout_s:g})"
     return ""

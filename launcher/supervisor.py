@@ -1,7 +1,8 @@
 """Start the fleet, watch it, replace what dies or hangs, and end it without leaving anything behind.
 
 One thread, one loop: collect the dead, read heartbeats, judge, start what is due, tell the
-scheduler the generations. The state of the whole is one of starting, serving, draining, stopping.
+scheduler the generations. While all serve it sleeps until a signal or a death, and reads its mail now and
+then. The state of the whole is one of starting, serving, draining, stopping.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from common.notify import Notifier
 from common.process import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, HEARTBEAT_S, reason_file
 from launcher import screen
 from launcher.children import STOP_ORDER, Child, Command, Spec, child_environment, explain_exit
-from launcher.health import read_cpu_state, why_hung
+from launcher.health import why_hung
+from launcher.signals import Signals
 
 log = logging.getLogger(__name__)
 
 TURN_S = 0.05
-JUDGE_S = 0.25
-"""How often the children are looked at for signs of hanging: a read of /proc for each."""
+CALM_TURN_S = HEARTBEAT_S
+"""While all serve: heartbeats lie that long before they are read."""
 SLEPT_S = 2.0
 """A turn that took longer than this did not run: the machine or the supervisor was stopped."""
 FLEET_EVERY_S = 0.5
+CALM_FLEET_EVERY_S = 2.0
 STACK_DUMP_S = 0.5
 """From asking a hung process for its stacks to killing it."""
 STOP_GRACE_S = 5.0
@@ -42,7 +45,14 @@ class Supervisor:
     """Runs the fleet until a signal or a failure ends it. ``run`` returns the exit code."""
 
     def __init__(
-        self, config: ServerConfig, run_dir: Path, fleet: list[Spec], command: Command, root: Path, began: float
+        self,
+        config: ServerConfig,
+        run_dir: Path,
+        fleet: list[Spec],
+        command: Command,
+        root: Path,
+        began: float,
+        signals: Signals,
     ) -> None:
         """``root``: folder of our packages. ``began``: time.monotonic() at which the user started us."""
         self._config = config
@@ -55,9 +65,9 @@ class Supervisor:
         self._inbox = self._channels.receiver("supervisor")
         self._to_scheduler = self._channels.sender("scheduler")
         self._notifier = Notifier()
+        self._signals = signals
         self._last_turn = time.monotonic()
         self._last_fleet = 0.0
-        self._last_judged = 0.0
         self._was_ready = False
         self._draining = False
         self._num_stop_signals = 0
@@ -102,7 +112,10 @@ class Supervisor:
         self._notifier.ping()
 
     def _wake(self) -> float:
-        self._inbox.wait(TURN_S)
+        if self._is_calm(time.monotonic()):
+            self._signals.wait(min(CALM_TURN_S, self._notifier.ping_every_s))
+        else:
+            self._inbox.wait(TURN_S)
         now = time.monotonic()
         slept = now - self._last_turn
         self._last_turn = now
@@ -111,6 +124,12 @@ class Supervisor:
                 child.excuse(slept)
         return now
 
+    def _is_calm(self, now: float) -> bool:
+        """All serve and were heard of: the next thing to do is in a while, or a signal tells of it."""
+        return not self._draining and all(
+            child.ready and child.kill_at is None and not child.is_late(now) for child in self._children
+        )
+
     def _read_heartbeats(self, now: float) -> None:
         by_name = {child.name: child for child in self._children}
         beats: list[Heartbeat] = self._inbox.receive()
@@ -118,7 +137,7 @@ class Supervisor:
             child = by_name.get(f"{beat.role}-{beat.index}")
             if child is None:
                 continue
-            child.on_beat(beat, now, read_cpu_state(child.pid).cpu_s)
+            child.on_beat(beat, now)
             if beat.role == "scheduler" and beat.generation == child.generation:
                 self._forgive(int(beat.info.get(FORGIVEN, 0)))
 
@@ -180,19 +199,14 @@ class Supervisor:
     def _judge(self, now: float) -> None:
         runtime = self._config.runtime
         for child in self._children:
-            if child.kill_at is not None and now >= child.kill_at:
-                child.kill_group()
-        if now - self._last_judged < JUDGE_S:
-            return
-        self._last_judged = now
-        for child in self._children:
-            if child.kill_at is not None or not child.running:
+            if child.kill_at is not None:
+                if now >= child.kill_at:
+                    child.kill_group()
                 continue
             others_ready = child.spec.role == "worker" or all(c.ready for c in self._children if c is not child)
             reason = why_hung(
                 child,
                 now,
-                read_cpu_state(child.pid, every_thread=now - child.last_beat > 2 * HEARTBEAT_S),
                 start_timeout_s=runtime.start_timeout_s,
                 hang_timeout_s=runtime.hang_timeout_s,
                 others_ready=others_ready,
@@ -219,7 +233,7 @@ class Supervisor:
             log.info("%s started, pid %d, generation %d", child.name, child.pid, child.generation)
 
     def _tell_fleet(self, now: float) -> None:
-        if now - self._last_fleet < FLEET_EVERY_S:
+        if now - self._last_fleet < (CALM_FLEET_EVERY_S if self._is_calm(now) else FLEET_EVERY_S):
             return
         generations = {child.name: child.generation for child in self._children}
         num_bad = self._channels.num_bad + sum(c.num_bad_frames for c in self._children if c.spec.role != "gateway")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
+import time
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -14,8 +18,11 @@ from common.errors import ConfigError
 from common.flags import build
 from common.notify import Notifier
 from launcher import screen
+from launcher.children import fleet_of
 from launcher.ports import claim_port, url_host
 from launcher.run_dir import RunDir, sweep
+from launcher.signals import Signals
+from launcher.supervisor import CALM_TURN_S, Supervisor
 
 
 @pytest.fixture
@@ -95,13 +102,81 @@ def test_notifier_is_silent_without_systemd_and_survives_a_lost_socket(tmp_path:
     Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).stopping("x")
 
 
+def test_a_watchdog_says_how_often_it_must_be_pinged() -> None:
+    assert Notifier({"WATCHDOG_USEC": "400000"}).ping_every_s == 0.1, "twice in the interval at which it sends"
+    assert Notifier({}).ping_every_s == float("inf")
+
+
+class _Sleeps:
+    """Stands for signals: notes how long it was to sleep."""
+
+    def __init__(self) -> None:
+        self.asked: list[float] = []
+
+    def wait(self, timeout_s: float) -> bool:
+        self.asked.append(timeout_s)
+        return False
+
+
+def supervisor_of(config: ServerConfig, folder: Path, signals: _Sleeps | None = None) -> Supervisor:
+    fleet = fleet_of(config)
+    return Supervisor(config, folder, fleet, lambda *_: [], folder, 0.0, cast("Signals", signals or _Sleeps()))
+
+
+def test_it_sleeps_until_a_signal_only_while_all_serve(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.supervisor.TURN_S", 0.0)
+    sleeps = _Sleeps()
+    supervisor = supervisor_of(ServerConfig(), short, sleeps)
+    now = time.monotonic()
+    for child in supervisor._children:
+        child.ready, child.last_beat = True, now
+
+    def asked() -> list[float]:
+        sleeps.asked.clear()
+        supervisor._wake()
+        return sleeps.asked
+
+    assert asked() == [CALM_TURN_S]
+    child = supervisor._children[2]
+    for name, value in (("ready", False), ("kill_at", now), ("last_beat", now - 5.0)):
+        before = getattr(child, name)
+        setattr(child, name, value)
+        assert asked() == [], name
+        setattr(child, name, before)
+    assert asked() == [CALM_TURN_S]
+    supervisor._draining = True
+    assert asked() == []
+    supervisor._channels.close()
+
+
+def test_a_childs_death_ends_a_sleep() -> None:
+    signals = Signals()
+    try:
+        child = subprocess.Popen(["true"])
+        assert signals.wait(30.0)
+        assert child.wait() == 0
+    finally:
+        signals.close()
+
+
+def test_a_signal_that_came_before_the_sleep_ends_it_once() -> None:
+    signals = Signals()
+    came: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, _: came.append(number))
+    try:
+        signal.raise_signal(signal.SIGUSR2)
+        assert came == [signal.SIGUSR2]
+        assert signals.wait(30.0)
+        assert not signals.wait(0.0)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+        signals.close()
+    assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
+
+
 def test_the_ranks_of_a_worker_keep_one_generation(short: Path) -> None:
     """They find each other by it: one that was still waiting to start when another died keeps up."""
-    from launcher.children import fleet_of
-    from launcher.supervisor import Supervisor
-
-    config = build({"tp_size": 3})
-    supervisor = Supervisor(config, short, fleet_of(config), lambda spec, generation: [], short, 0.0)
+    supervisor = supervisor_of(build({"tp_size": 3}), short)
     ranks = [child for child in supervisor._children if child.spec.role == "worker"]
     for child, generation in zip(ranks, (2, 1, 1), strict=True):
         child.generation = generation
