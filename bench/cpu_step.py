@@ -135,7 +135,7 @@ def work_of(case: Case, runner: CpuFastRunner) -> tuple[float, float]:
     flops: float = 2 * tokens * per_layer * d.num_layers + 2 * case.rows * d.hidden * d.vocab
     flops += 4 * tokens * seen * d.num_heads * d.head_dim * d.num_layers
     own = case.rows * (case.context - case.shared) + case.shared
-    return 2 * (per_layer * d.num_layers + d.hidden * d.vocab) + kv_token * own, flops
+    return runner._image.read_bytes + kv_token * own, flops
 
 
 def write_pool(runner: CpuFastRunner) -> None:

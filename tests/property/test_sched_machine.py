@@ -215,7 +215,7 @@ class Driver:
             self.hear()
 
     def check_order(self, orders: list[ToWorker]) -> None:
-        """While a request that has output is half computed, no prompt of one that never ran is, unless it outranks it."""
+        """While a request with output is half computed, no prompt of one that never ran is, unless it outranks it."""
         pool, last = self.scheduler.state.pool, orders[-1] if orders else None
         if pool is None or self.scheduler.state.suspects or not isinstance(last, ForwardBatch):
             return

@@ -13,7 +13,8 @@ import pytest
 import torch
 from numba import njit, types
 
-from worker_proc.kernels.cpu import isa, kernels, packing, read_model, tiles
+from worker_proc.kernels.cpu import coded_tiles, isa, kernels, packing, read_model, tiles
+from worker_proc.kernels.cpu.layout import ROW_PADDING
 from worker_proc.kernels.cpu.vector_ir import I64, VOID
 
 RUNNABLE = [one for one in isa.ALL if one.dot != "amx" and not isinstance(isa.detect((one.name,)), str)]
@@ -29,36 +30,40 @@ def test_a_row_has_the_same_sums_in_a_tile_of_any_height(chosen: isa.Isa) -> Non
 
     steps, inner = 3, 96
     rng = np.random.default_rng(1)
-    x = torch.from_numpy(rng.standard_normal((13, inner)).astype(np.float32)).to(torch.bfloat16)
+    x = torch.from_numpy(rng.standard_normal((13 + ROW_PADDING, inner)).astype(np.float32)).to(torch.bfloat16)
     w = torch.from_numpy(rng.standard_normal((32, inner)).astype(np.float32)).to(torch.bfloat16)
     packed = packing.pack_panels(read_model.bits(w))
     rows = (x.float() if chosen.activation_bytes == 4 else x).contiguous()
     ldx, address = inner * chosen.activation_bytes, rows.data_ptr()
 
     def sums(first: int, count: int) -> np.ndarray[Any, Any]:
-        out, row = np.zeros((count, 32), np.float32), 0
+        out, row = np.zeros((count + ROW_PADDING, 32), np.float32), 0  # a tile may compute rows that nobody wants
         while row < count:
             at = address + (first + row) * ldx
             row += run(count - row, at, ldx, packed.ctypes.data, steps, out.ctypes.data + row * 128)
-        return out
+        return out[:count]
 
     alone = np.concatenate([sums(row, 1) for row in range(13)])
-    expected = x.double().numpy() @ w.double().numpy().T
+    expected = x[:13].double().numpy() @ w.double().numpy().T
     assert np.abs(alone - expected).max() < 1e-4
     for count in range(2, 14):
         assert np.array_equal(sums(0, count).view(np.int32), alone[:count].view(np.int32))
 
 
 def assembly(
-    chosen: isa.Isa, triple: str, cpu: str, features: str, rows: int, one_block: bool = False, pages: bool = False
-) -> str:
+    chosen: isa.Isa, triple: str, cpu: str, features: str, rows: int, one_block: bool = False, pages: bool = False,
+    coded: bool = False,
+) -> str:  # fmt: skip
     """Machine code of a tile for any processor, as text."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     module = ir.Module()
     function = ir.Function(module, ir.FunctionType(VOID, [I64] * 10), "tile")
     builder = ir.IRBuilder(function.append_basic_block())
-    _, emit = tiles.make_vector_dot(chosen, rows, False, one_block, pages)._defn(None, *(types.int64,) * 10)
+    tile = tiles.make_vector_dot(chosen, rows, False, one_block, pages)
+    if coded:
+        tile = coded_tiles.make_coded_dot(chosen, rows)
+    _, emit = tile._defn(None, *(types.int64,) * 10)
     emit(SimpleNamespace(get_dummy_value=lambda: None), builder, None, function.args)
     builder.ret_void()
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=3)
@@ -116,3 +121,12 @@ def test_tiles_of_amd_keep_their_sums_in_registers_and_ask_for_a_line_of_each_pa
     for loop in loops:
         turns = loop.count("vdpbf16ps") // (2 * rows)
         assert loop.count("prefetchnta") == (2 * turns if pages else 0)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 12])
+def test_tiles_that_decode_keep_their_sums_in_registers_and_ask_for_each_line(rows: int) -> None:
+    code = assembly(isa.AVX512_BF16, "x86_64-unknown-linux-gnu", "znver5", "", rows, coded=True)
+    (loop,) = inner_loops(code, "vdpbf16ps")
+    assert not re.search(r"%zmm\d+, -?\d*\(%rsp\)", loop)
+    turns = loop.count("vdpbf16ps") // (4 * rows)
+    assert loop.count("prefetchnta") == loop.count("vpshufb") * 3 // 2 == 3 * turns

@@ -2,16 +2,18 @@
 
 Where to begin reading, from the outside in
 
-    fast_runner.py     the runner the worker calls; checks, page copies; pool.py: the memory of K and V
+    fast_runner.py     the runner the worker calls; page copies; host_side.py: checks, likeliest ids;
+                       pool.py: the memory of K and V
     arch.py            which families are covered; read_model.py: a transformers model by that table
-    model_image.py     weights packed, tables, records that the compiled code reads (packing.py, layout.py)
+    model_image.py     weights packed, tables, records that the compiled code reads (packing.py, layout.py);
+                       coding.py: 12 bits for a weight, without loss
     workspace.py       buffers of a step
     thread_team.py     the threads; team.py: claims, barrier, sleeping
     forward.py         the phases of a step in order
     gemm.py            linear layers; rowwise.py: norms, rotary embedding, K and V to pages
     attention.py       paged attention; attention_plan.py: its work items; attention_pages.py: where K and V lie
-    kernels.py         the micro-kernels of one instruction set (isa.py): tiles.py, epilogue.py, rows.py,
-                       written in vector_ir.py's and scalar.py's vocabulary
+    kernels.py         the micro-kernels of one instruction set (isa.py): tiles.py, coded_tiles.py,
+                       epilogue.py, rows.py, written in vector_ir.py's and scalar.py's vocabulary
     step_function.py   the step made ready while the rest of a start goes on; compile_beside.py: by another process
     lean_compile.py    inner functions are optimised once, in the step; compile_cache.py: machine code on disk
 

@@ -100,7 +100,7 @@ def _make_attention_half(parts: _Parts) -> Any:
         counters = begin_phase(sync, phase, tid, nt)
         linear(
             STORE, tid, nt, counters, step.xn, step.xn_stride, step.num_tokens, step.row_block, layer.qkv_w,
-            layer.qkv_b, columns // 32, model.hidden_pad // 32, step.qkv, step.qkv_stride, own.sums, 0,
+            layer.qkv_b, columns // 32, model.hidden_pad // 32, step.qkv, step.qkv_stride, own.sums, own.panel, 0,
         )  # fmt: skip
         phase = end_timed(sync, phase, nt, step.profile, tid, QKV)
         counters = begin_phase(sync, phase, tid, nt)
@@ -118,7 +118,7 @@ def _make_attention_half(parts: _Parts) -> Any:
         counters = begin_phase(sync, phase, tid, nt)
         residual(
             tid, nt, counters, step.att, step.q_stride, step.row_block, layer.o_w, layer.o_b,
-            model.num_heads * model.head_pad, layer.attn_post_norm, model, step, own.sums,
+            model.num_heads * model.head_pad, layer.attn_post_norm, model, step, own,
         )  # fmt: skip
         phase = end_timed(sync, phase, nt, step.profile, tid, O_PROJ)
         counters = begin_phase(sync, phase, tid, nt)
@@ -141,13 +141,13 @@ def _make_mlp_half(parts: _Parts) -> Any:
         linear(
             GELU if model.gelu != 0 else SILU, tid, nt, counters, step.xn, step.xn_stride, step.num_tokens,
             step.row_block, layer.gate_up_w, layer.gate_up_b, model.inner_pad // 16, model.hidden_pad // 32,
-            step.mlp, step.mlp_stride, own.sums, 0,
+            step.mlp, step.mlp_stride, own.sums, own.panel, 0,
         )  # fmt: skip
         phase = end_timed(sync, phase, nt, step.profile, tid, GATE_UP)
         counters = begin_phase(sync, phase, tid, nt)
         residual(
             tid, nt, counters, step.mlp, step.mlp_stride, step.inner_row_block, layer.down_w, layer.down_b,
-            model.inner_pad, layer.mlp_post_norm, model, step, own.sums,
+            model.inner_pad, layer.mlp_post_norm, model, step, own,
         )  # fmt: skip
         phase = end_timed(sync, phase, nt, step.profile, tid, DOWN)
         if norm == 0 and layer.mlp_post_norm == 0:
@@ -173,7 +173,7 @@ def _make_head(parts: _Parts) -> Any:
         linear(
             STORE, tid, nt, counters, step.xn, step.xn_stride, step.num_logits, step.row_block, model.head_w,
             model.head_b, model.vocab_pad // 32, model.hidden_pad // 32, step.logits, step.logits_stride, own.sums,
-            model.vocab_pad * 4,
+            own.panel, model.vocab_pad * 4,
         )  # fmt: skip
         return end_timed(sync, phase, nt, step.profile, tid, LM_HEAD)
 
@@ -186,13 +186,13 @@ def _make_residual(kernels: KernelSet, linear: Any) -> Any:
     @kernels.jit
     def residual(
         tid: int, nt: int, counters: int, x: int, ldx: int, block: int, w: int, bias: int, inner: int, post: int,
-        model: Any, step: Any, sums: int,
+        model: Any, step: Any, own: Any,
     ) -> None:  # fmt: skip
         """x += in @ W, or y = in @ W where a norm comes before the sum."""
         mode, out = (STORE, step.y) if post != 0 else (ADD, step.x)
         linear(
             mode, tid, nt, counters, x, ldx, step.num_tokens, block, w, bias, model.hidden_pad // 32, inner // 32,
-            out, step.x_stride, sums, 0,
+            out, step.x_stride, own.sums, own.panel, 0,
         )  # fmt: skip
 
     return residual

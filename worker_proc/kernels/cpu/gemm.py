@@ -12,8 +12,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from numba import carray
+
+from worker_proc.kernels.cpu import coding
+from worker_proc.kernels.cpu.coding import CODED
 from worker_proc.kernels.cpu.epilogue import MODES, SCRATCH_ROW_BYTES
 from worker_proc.kernels.cpu.kernels import KernelSet
+from worker_proc.kernels.cpu.scalar import i64_pointer
 from worker_proc.kernels.cpu.team import next_item
 from worker_proc.kernels.cpu.tiles import STEP_BYTES
 
@@ -32,12 +37,12 @@ def row_block(inner: int, activation_bytes: int) -> int:
 
 
 def _make_panel(kernels: KernelSet, finish: Any) -> Any:
-    """``panel(mode, x, ldx, rows, w, bias, steps, out, ldo, sums)``: some rows times a panel, tile after tile."""
+    """``panel(mode, x, ldx, rows, w, bias, steps, out, ldo, sums, room)``: some rows times a panel, tile after tile."""
     dot_rows, dot_rows_first = kernels.dot_rows, kernels.dot_rows_first
 
     @kernels.jit
     def panel(
-        mode: int, x: int, ldx: int, rows: int, w: int, bias: int, steps: int, out: int, ldo: int, sums: int
+        mode: int, x: int, ldx: int, rows: int, w: int, bias: int, steps: int, out: int, ldo: int, sums: int, room: int
     ) -> None:
         row, ahead, lines = 0, w + steps * PANEL_STEP_BYTES, 0
         second = w + STEP_BYTES  # the other column block
@@ -59,6 +64,44 @@ def _make_panel(kernels: KernelSet, finish: Any) -> Any:
     return panel
 
 
+def _make_panel_coded(kernels: KernelSet, finish: Any) -> Any:
+    """The same where panels may be coded: ``w`` is an entry of a matrix's list (``coding.py``), ``room`` this thread's
+    scratch for a decoded panel. The first tile decodes and the others find what it left; if there are no others,
+    steps take turns in the same lines."""
+    dot_rows, dot_rows_first, dot_rows_coded = kernels.dot_rows, kernels.dot_rows_first, kernels.dot_rows_coded
+    tallest = kernels.isa.row_tiles[0]
+
+    @kernels.jit
+    def panel(
+        mode: int, x: int, ldx: int, rows: int, w: int, bias: int, steps: int, out: int, ldo: int, sums: int, room: int
+    ) -> None:
+        coded = w & CODED
+        w -= coded
+        row, lines, step_lines = 0, 0, STEP_LINES
+        ahead, second = w + steps * PANEL_STEP_BYTES, w + STEP_BYTES
+        while row < rows:
+            left = rows - row
+            at = x + row * ldx
+            if row > 0:
+                done = dot_rows(
+                    left, at, ldx, w, second, steps, PANEL_STEP_BYTES, sums, SCRATCH_ROW_BYTES, ahead, lines
+                )
+                ahead += steps * lines * 64
+            elif coded != 0:
+                kept = 1 if rows <= tallest else -1
+                done = dot_rows_coded(left, at, ldx, w, room, steps, kept, sums, SCRATCH_ROW_BYTES, 0, 0)
+                ahead = w + (32 * steps + 63) // 64 * 64 + steps * coding.STEP_BYTES
+                w, second, step_lines = room, room + STEP_BYTES, coding.STEP_BYTES // 64
+            else:
+                done = dot_rows_first(left, at, ldx, w, second, steps, PANEL_STEP_BYTES, sums, SCRATCH_ROW_BYTES, 0, 0)
+            if row == 0 and left > done:
+                lines = step_lines // ((left - 1) // done)
+            finish(mode, sums, min(done, left), bias, out + row * ldo, ldo)
+            row += done
+
+    return panel
+
+
 def _make_panel_apart(kernels: KernelSet, finish: Any) -> Any:
     """The same where column blocks lie apart: all rows of a group meet one block, which then lies in the first-level
     cache, before they meet the other.
@@ -72,7 +115,7 @@ def _make_panel_apart(kernels: KernelSet, finish: Any) -> Any:
 
     @kernels.jit
     def panel(
-        mode: int, x: int, ldx: int, rows: int, w: int, bias: int, steps: int, out: int, ldo: int, sums: int
+        mode: int, x: int, ldx: int, rows: int, w: int, bias: int, steps: int, out: int, ldo: int, sums: int, room: int
     ) -> None:
         block_bytes = steps * STEP_BYTES
         if rows <= most_wide:
@@ -114,10 +157,11 @@ def _make_panel_apart(kernels: KernelSet, finish: Any) -> Any:
 
 
 def make_linear(kernels: KernelSet) -> Any:
-    """``linear(mode, tid, nt, counters, x, ldx, num_rows, block, w, bias, num_panels, steps, out, ldo, sums, peaks)``.
+    """``linear(mode, tid, nt, counters, x, ldx, num_rows, block, w, bias, num_panels, steps, out, ldo, sums, room,
+    peaks)``.
 
-    ``mode``: an index into ``epilogue.MODES``; ``sums``: this thread's scratch; strides in bytes. Where ``peaks`` is
-    not 0, each row gets, so many bytes behind its outputs, the largest of every panel's 32.
+    ``mode``: an index into ``epilogue.MODES``; ``sums``, ``room``: this thread's scratch; strides in bytes. Where
+    ``peaks`` is not 0, each row gets, so many bytes behind its outputs, the largest of every panel's 32.
     """
     gated_out = 16 * kernels.isa.activation_bytes
     store, add, silu, gelu = (kernels.epilogues[name] for name in MODES)
@@ -134,12 +178,23 @@ def make_linear(kernels: KernelSet) -> Any:
         else:
             gelu(sums, rows, bias, out, ldo)
 
-    panel = _make_panel_apart(kernels, finish) if kernels.isa.blocks_apart else _make_panel(kernels, finish)
+    codes = kernels.isa.codes_weights
+    if codes:
+        panel = _make_panel_coded(kernels, finish)
+    else:
+        panel = _make_panel_apart(kernels, finish) if kernels.isa.blocks_apart else _make_panel(kernels, finish)
+
+    @kernels.jit
+    def panel_at(w: int, index: int, num_panels: int, steps: int) -> Any:
+        if codes:
+            return carray(i64_pointer(w), (num_panels,))[index]
+        return w + index * steps * PANEL_STEP_BYTES
 
     @kernels.jit
     def linear(
         mode: int, tid: int, nt: int, counters: int, x: int, ldx: int, num_rows: int, block: int, w: int, bias: int,
-        num_panels: int, steps: int, out: int, ldo: int, sums: int, peaks: int,
+        num_panels: int, steps: int, out: int, ldo: int, sums: int, room: int,
+        peaks: int,
     ) -> None:  # fmt: skip
         num_blocks = (num_rows + block - 1) // block
         panel_out = gated_out if mode >= SILU else 128  # 16 activations or 32 float32
@@ -153,8 +208,8 @@ def make_linear(kernels: KernelSet) -> Any:
             panel_bias = bias + index * 128 if bias != 0 else 0
             rows, at = min(block, num_rows - first), out + first * ldo
             panel(
-                mode, x + first * ldx, ldx, rows, w + index * steps * PANEL_STEP_BYTES, panel_bias, steps,
-                at + index * panel_out, ldo, sums,
+                mode, x + first * ldx, ldx, rows, panel_at(w, index, num_panels, steps), panel_bias, steps,
+                at + index * panel_out, ldo, sums, room,
             )  # fmt: skip
             if peaks != 0:
                 row_peaks(at + index * panel_out, rows, ldo, at + peaks + 4 * index)

@@ -48,6 +48,8 @@ class Isa:
     """A panel's column blocks lie one after the other, each whole, so that a tile which takes one, then the other,
     reads memory from front to back; else they alternate (``packing.py``)."""
 
+    codes_weights: bool = False
+    """Weights are kept in 12 bits each (``coding.py``). Needs AVX-512."""
     prefetch_bytes: int = 16384
     """How far ahead the first rows that meet a panel ask for weights: eight steps of both column blocks."""
     prefetch_into: int = L2
@@ -71,8 +73,8 @@ class Isa:
 
 AMX = Isa("amx_bf16", "amx", (32, 16), True, True)
 AVX512_BF16 = Isa(
-    "avx512_bf16", "vdpbf16ps", (12, 8, 4, 3, 2, 1), True, True, prefetch_bytes=4096, prefetch_into=PASSING,
-    asks_for_pages=True,
+    "avx512_bf16", "vdpbf16ps", (12, 8, 4, 3, 2, 1), True, True, prefetch_bytes=12288, prefetch_into=PASSING,
+    asks_for_pages=True, codes_weights=True,
 )  # fmt: skip
 """For AMD's cores. Where weights pass by the caches of a Zen 5, the other processes take a fifth less processor
 time for a token (docs/cpu.md)."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from numba import njit, types
 
-from worker_proc.kernels.cpu import epilogue, rows, scalar, tiles
+from worker_proc.kernels.cpu import coded_tiles, epilogue, rows, scalar, tiles
 from worker_proc.kernels.cpu.isa import Isa
 from worker_proc.kernels.cpu.lean_compile import LeanCompiler
 
@@ -74,6 +74,8 @@ class KernelSet:
     dot_rows_first: Kernel
     """The same, prefetching the weights it reads and not ``ahead``: for the first rows that meet a panel. Where blocks
     lie apart, for ``most_wide_rows`` at most."""
+    dot_rows_coded: Any
+    """The same from a coded panel w0, which is decoded to w1 (None where weights are not coded)."""
     dot_block: Any
     """dot_rows for the column block w0 alone and a tile of exactly n rows, more than ``most_wide_rows``; where a
     panel's blocks lie apart (else None)."""
@@ -160,10 +162,20 @@ def _weigh_chain(tag: str, levels: list[Level]) -> Any:
     return level
 
 
+def _padded_levels(row_tiles: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(fewest rows, rows of the tile): up to the tallest tile's, all rows are in one tile, so that a panel passes once.
+
+    Nine rows in a tile of twelve cost three that nobody reads; in eight and one, the panel a second time.
+    """
+    tiles = [rows for rows in row_tiles if rows not in (3,)]
+    return [(lower + 1, rows) for rows, lower in zip(tiles, [*tiles[1:], 0], strict=True)]
+
+
 def _tile_functions(isa: Isa) -> tuple[Any, ...]:
-    """(dot_rows, dot_rows_first, qk_rows, weigh_rows, dot_block, dot_block_first)."""
+    """(dot_rows, dot_rows_first, dot_rows_coded, qk_rows, weigh_rows, dot_block, dot_block_first)."""
     # A tile of 32 rows pays from 17 on: half of it costs as much as the tile of 16.
     limits = [(17, 32), (1, 16)] if isa.dot == "amx" else [(rows, rows) for rows in isa.row_tiles]
+    padded = _padded_levels(isa.row_tiles) if isa.codes_weights else limits
     most_first = isa.most_wide_rows if isa.blocks_apart else isa.row_tiles[0]  # more rows begin with dot_block_first
 
     def block(tag: str, prefetch: bool) -> Any:
@@ -171,25 +183,29 @@ def _tile_functions(isa: Isa) -> tuple[Any, ...]:
         tall = [(rows, rows, tiles.make_vector_dot(isa, rows, prefetch, one_block=True)) for rows in every]
         return _dot_chain(f"{isa.name}_{tag}", tall) if isa.blocks_apart else None
 
-    def dot(tag: str, prefetch: bool, attention: bool) -> Any:
+    def dot(tag: str, prefetch: bool, attention: bool, coded: bool = False) -> Any:
         def make(rows: int) -> Any:
             if isa.dot == "amx":
                 return tiles.make_amx_dot(isa, rows, prefetch, attention)
+            if coded:
+                return coded_tiles.make_coded_dot(isa, rows)
             return tiles.make_vector_dot(isa, rows, prefetch, pages=attention)
 
-        used = [(least, rows) for least, rows in limits if rows <= most_first] if prefetch else limits
+        levels = limits if attention else padded
+        used = [(least, rows) for least, rows in levels if rows <= most_first] if prefetch else levels
         return _dot_chain(f"{isa.name}_{tag}", [(least, rows, make(rows)) for least, rows in used])
 
     make_weigh = tiles.make_amx_weigh if isa.dot == "amx" else tiles.make_vector_weigh
     weigh = _weigh_chain(f"{isa.name}_weigh", [(least, rows, make_weigh(isa, rows)) for least, rows in limits])
     plain = dot("plain", False, False)
     qk = dot("qk", False, True) if isa.dot == "amx" or isa.asks_for_pages else plain
-    return plain, dot("first", True, False), qk, weigh, block("block", False), block("block_first", True)
+    coded = dot("coded", True, False, coded=True) if isa.codes_weights else None
+    return plain, dot("first", True, False), coded, qk, weigh, block("block", False), block("block_first", True)
 
 
 def build(isa: Isa) -> KernelSet:
     """Generate the kernels; nothing is compiled before its first call."""
-    dot_rows, dot_rows_first, qk_rows, weigh_rows, dot_block, dot_block_first = _tile_functions(isa)
+    dot_rows, dot_rows_first, dot_rows_coded, qk_rows, weigh_rows, dot_block, dot_block_first = _tile_functions(isa)
     machine = platform.machine()
     rotate_key = rows.make_rotate(isa, 2)
     return KernelSet(
@@ -197,6 +213,7 @@ def build(isa: Isa) -> KernelSet:
         jit=jit_as(isa.name),
         dot_rows=dot_rows,
         dot_rows_first=dot_rows_first,
+        dot_rows_coded=dot_rows_coded,
         dot_block=dot_block,
         dot_block_first=dot_block_first,
         qk_rows=qk_rows,

@@ -164,8 +164,8 @@ WHOLE = -1
 """ITEM_SEGMENT of an item that covers its rows' whole context."""
 
 
-def _scratch_parts(head_pad: int, activation_bytes: int) -> dict[str, int]:
-    """Bytes of each part of a thread's scratch."""
+def _scratch_parts(head_pad: int, activation_bytes: int, panel_bytes: int) -> dict[str, int]:
+    """Bytes of each part of a thread's scratch. ``panel_bytes``: of the largest decoded panel, 0 where none is."""
     return {
         "sums": ITEM_ROWS * 128,
         "q": ITEM_ROWS * head_pad * activation_bytes,
@@ -177,25 +177,29 @@ def _scratch_parts(head_pad: int, activation_bytes: int) -> dict[str, int]:
         "state_run": ITEM_ROWS * 8,
         "blocks": BLOCK_LISTS * SEGMENT_BLOCKS * 8,
         "tokens": ITEM_ROWS * 4,
+        "panel": panel_bytes,
     }
 
 
-OWN = np.dtype([(name, _I) for name in _scratch_parts(32, 2)], align=True)
+OWN = np.dtype([(name, _I) for name in _scratch_parts(32, 2, 0)], align=True)
 """One record per thread: addresses of its scratch, about 45 KiB at head size 64 with bf16 activations (it lives in
-L1), 61 KiB with float32 ones."""
+L1), 61 KiB with float32 ones; and a decoded panel."""
 
 
-def scratch_bytes(head_pad: int, activation_bytes: int) -> int:
+def scratch_bytes(head_pad: int, activation_bytes: int, panel_bytes: int) -> int:
     """Bytes of one thread's scratch, whole pages so that threads share no cache line."""
-    return -(-sum(-(-size // 64) * 64 for size in _scratch_parts(head_pad, activation_bytes).values()) // 4096) * 4096
+    parts = _scratch_parts(head_pad, activation_bytes, panel_bytes).values()
+    return -(-sum(-(-size // 64) * 64 for size in parts) // 4096) * 4096
 
 
-def scratch_records(address: int, num_threads: int, head_pad: int, activation_bytes: int) -> NDArray[np.void]:
+def scratch_records(
+    address: int, num_threads: int, head_pad: int, activation_bytes: int, panel_bytes: int
+) -> NDArray[np.void]:
     """[num_threads] records of :data:`OWN` over a buffer of ``num_threads * scratch_bytes(...)`` bytes."""
     records = np.zeros(num_threads, OWN)
     for tid in range(num_threads):
-        at = address + tid * scratch_bytes(head_pad, activation_bytes)
-        for name, size in _scratch_parts(head_pad, activation_bytes).items():
+        at = address + tid * scratch_bytes(head_pad, activation_bytes, panel_bytes)
+        for name, size in _scratch_parts(head_pad, activation_bytes, panel_bytes).items():
             records[tid][name] = at
             at += -(-size // 64) * 64
     return records

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from worker_proc.kernels.cpu import coding
 from worker_proc.kernels.cpu.arch import Bf16, Decoder, Layer, Linear
 from worker_proc.kernels.cpu.isa import Isa
 from worker_proc.kernels.cpu.layout import LAYER, MODEL, pad32
 from worker_proc.kernels.cpu.packing import (
     Arena,
     interleave_gate_up,
+    pack_coded,
     pack_on,
     pad_halves,
     pad_head_columns,
@@ -66,6 +68,9 @@ class ModelImage:
         """Bytes of a page in one layer: K and V."""
         self.page_stride = self.page_bytes * shape.num_layers
         self._isa = isa
+        self._encode = coding.make_encoder() if isa.codes_weights else None
+        self.panel_bytes = 0
+        """Of the largest panel, decoded, and one step more; 0 where weights are not coded."""
         self._keep: list[Any] = []
         self._arena = Arena(self._arena_bytes(is_tied(decoder)), "packed weights")
         self.models = np.zeros(1, MODEL)
@@ -85,6 +90,12 @@ class ModelImage:
         """Bytes of packed weights and of an embedding of its own."""
         return self._arena.used
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of weights that a step reads: all but an embedding of its own, of which it reads rows."""
+        own_embedding = int(self.models[0]["embedding"]) != 0
+        return self._arena.used - own_embedding * 2 * self.shape.hidden * self.shape.vocab
+
     def _arena_bytes(self, tied: bool) -> int:
         d = self.shape
         q_rows, kv_rows = d.num_heads * self.head_pad, d.num_kv_heads * self.head_pad
@@ -98,6 +109,11 @@ class ModelImage:
         return int(values.ctypes.data)
 
     def _weights(self, weight: Bf16, rows: int, columns: int) -> int:
+        """Pack a matrix; its address, or where weights are coded that of the list of its panels."""
+        if self._encode is not None:
+            self.panel_bytes = max(self.panel_bytes, coding.PLAIN_STEP_BYTES * (columns // 32 + 1))
+            whole = padded(weight, rows, columns)
+            return self._hold(pack_coded(self._pool, self._num_threads, whole, self._arena, self._encode))
         place = self._arena.take(2 * rows * columns)
         pack_on(
             self._pool, self._num_threads, padded(weight, rows, columns), place, blocks_apart=self._isa.blocks_apart

@@ -13,6 +13,7 @@ it would also miss the address cache for every 4 KiB.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from concurrent.futures import Executor
 from itertools import pairwise
 from typing import Any
@@ -20,9 +21,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from worker_proc.kernels.cpu import coding
 from worker_proc.kernels.cpu.arch import Bf16
 
 HUGE_PAGE = 1 << 21
+PANELS_AT_ONCE = 16
+"""Panels in the form that is to be coded: so many lie in the second-level cache."""
 
 
 def huge_buffer(num_bytes: int, what: str) -> NDArray[np.uint8]:
@@ -82,6 +86,42 @@ def pack_on(
         job.result()
 
 
+def pack_coded(
+    pool: Executor, num_threads: int, weight: Bf16, arena: Arena, encode: Callable[..., bool]
+) -> NDArray[np.int64]:
+    """[N, K] bf16 to panels in 12 bits where these do (``coding.py``), cut from the arena one after the other.
+
+    ``encode``: :func:`coding.make_encoder`'s. Returns the panels' addresses [N / 32], ``CODED`` added where they are.
+    """
+    num_panels, steps = weight.shape[0] // 32, weight.shape[1] // 32
+    coded = np.ones(num_panels, bool)
+    while True:
+        sizes = np.where(coded, coding.panel_bytes(steps), coding.PLAIN_STEP_BYTES * steps)
+        ends = np.cumsum(sizes)
+        place = arena.rest(int(ends[-1]))
+        parts = [place[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)]
+
+        def pack(panels: range, parts: list[NDArray[np.uint8]] = parts) -> bool:
+            fits = True
+            for first in panels[::PANELS_AT_ONCE]:
+                some = range(first, min(first + PANELS_AT_ONCE, panels.stop))
+                plain = pack_panels(weight[32 * some.start : 32 * some.stop]).reshape(len(some), -1)
+                for panel, bits in zip(some, plain, strict=True):
+                    if not coded[panel]:
+                        parts[panel][:] = bits.view(np.uint8)
+                    elif not encode(bits, parts[panel], steps):
+                        coded[panel] = fits = False
+            return fits
+
+        bounds = [num_panels * i // num_threads for i in range(num_threads + 1)]
+        jobs = [pool.submit(pack, range(a, b)) for a, b in pairwise(bounds)]
+        fits = [job.result() for job in jobs]
+        if all(fits):
+            arena.take(int(ends[-1]))
+            addresses: NDArray[np.int64] = place.ctypes.data + ends - sizes + coded * coding.CODED
+            return addresses
+
+
 def interleave_gate_up(gate: NDArray[Any], up: NDArray[Any]) -> NDArray[Any]:
     """[I, ...] twice to [2I, ...]: 16 gate rows, 16 up rows, and so on, so that a panel has both."""
     size = gate.shape[0]
@@ -128,9 +168,14 @@ class Arena:
         return self._used
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
-        """The next ``num_bytes`` bytes, zero."""
+        """The next ``num_bytes`` bytes, zero unless something was written to what ``rest`` gave."""
+        taken = self.rest(num_bytes)
+        self._used = -(-(self._used + num_bytes) // 64) * 64
+        return taken
+
+    def rest(self, num_bytes: int) -> NDArray[np.uint8]:
+        """What ``take`` would give, without taking it."""
         start, end = self._used, self._used + num_bytes
         if end > self._buffer.size:
             raise MemoryError(f"the weight arena of {self._buffer.size} bytes is too small for {end}")
-        self._used = -(-end // 64) * 64
         return self._buffer[start:end]

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from numba import carray
 
+from worker_proc.kernels.cpu.coding import CODED
 from worker_proc.kernels.cpu.kernels import KernelSet, jit
 from worker_proc.kernels.cpu.layout import BLOCK_TOKENS
-from worker_proc.kernels.cpu.scalar import bf16_to_f32, f32_pointer, i32_pointer, u16_pointer
+from worker_proc.kernels.cpu.scalar import bf16_to_f32, f32_pointer, i32_pointer, i64_pointer, u8_pointer, u16_pointer
 from worker_proc.kernels.cpu.team import next_item
 from worker_proc.kernels.cpu.tiles import PAIR_BYTES, STEP_BYTES, V_COLUMN_BYTES
 
@@ -51,6 +52,39 @@ def make_embed_row_of_head(kernels: KernelSet) -> Any:
                 both = carray(u16_pointer(block + pair * PAIR_BYTES), (2,))
                 x[step, pair, 0] = bf16_to_f32(both[0]) * scale
                 x[step, pair, 1] = bf16_to_f32(both[1]) * scale
+
+    return embed_row_of_head
+
+
+def make_embed_row_of_coded_head(kernels: KernelSet) -> Any:
+    """The same where weights are coded (``coding.py``): ``head`` is the list of the head's panels."""
+
+    @kernels.jit
+    def embed_row_of_head(head: int, token: int, hidden_pad: int, scale: Any, out: int) -> None:
+        steps, column = hidden_pad // 32, token % PANEL_COLUMNS
+        panel = carray(i64_pointer(head), (token // PANEL_COLUMNS + 1,))[token // PANEL_COLUMNS]
+        x = carray(f32_pointer(out), (steps, 16, 2))
+        block, place = column // 16, column % 16 // 4 * 8 + column % 4
+        if panel & CODED == 0:
+            plain = carray(u16_pointer(panel), (steps, 2, 16, 16, 2))
+            for step in range(steps):
+                for pair in range(16):
+                    for half in range(2):
+                        x[step, pair, half] = bf16_to_f32(plain[step, block, pair, column % 16, half]) * scale
+            return
+        panel -= CODED
+        tables = carray(u8_pointer(panel), (steps, 2, 16))
+        groups = carray(u16_pointer(panel + (32 * steps + 63) // 64 * 64), (steps, 2, 4, 3, 32))
+        for step in range(steps):
+            table = tables[step, block]
+            for pair in range(16):
+                at = place + pair % 2 * 4
+                lowers = np.int64(groups[step, block, pair // 4, pair % 4 // 2, at])
+                numbers = np.int64(groups[step, block, pair // 4, 2, at]) >> (pair % 4 // 2 * 4)
+                first = np.int64(table[numbers & 15]) << 8 | (lowers & 255)
+                other = np.int64(table[numbers >> 8 & 15]) << 8 | lowers >> 8
+                x[step, pair, 0] = bf16_to_f32(np.uint16(first)) * scale
+                x[step, pair, 1] = bf16_to_f32(np.uint16(other)) * scale
 
     return embed_row_of_head
 
@@ -187,7 +221,8 @@ def make_rope(kernels: KernelSet, normed_row: Any) -> Any:
 
 def make_row_phases(kernels: KernelSet, norm_row: Any, normed_row: Any) -> tuple[Any, Any, Any]:
     """(embed, next_norm, final_norm): phases over rows."""
-    embed_row_of_head = make_embed_row_of_head(kernels)
+    make_embed = make_embed_row_of_coded_head if kernels.isa.codes_weights else make_embed_row_of_head
+    embed_row_of_head = make_embed(kernels)
 
     @kernels.jit
     def embed_and_norm(row: int, norm: int, model: Any, step: Any) -> None:

@@ -39,6 +39,7 @@ def _pointer_intrinsic(element: Any) -> Any:
 
 
 f32_pointer = _pointer_intrinsic(types.float32)
+u8_pointer = _pointer_intrinsic(types.uint8)
 u16_pointer = _pointer_intrinsic(types.uint16)
 i32_pointer = _pointer_intrinsic(types.int32)
 i64_pointer = _pointer_intrinsic(types.int64)

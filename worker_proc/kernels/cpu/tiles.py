@@ -67,7 +67,7 @@ _ints = (types.int64,) * 10
 # ------------------------------------------------------------------------------- vdpbf16ps and fma
 
 
-def _accumulators(e: VectorEmitter, rows: int, blocks: int) -> list[list[Any]]:
+def accumulators(e: VectorEmitter, rows: int, blocks: int) -> list[list[Any]]:
     accs = [[cgutils.alloca_once(e.b, V16F) for _ in range(blocks)] for _ in range(rows)]
     for row in accs:
         for acc in row:
@@ -75,7 +75,7 @@ def _accumulators(e: VectorEmitter, rows: int, blocks: int) -> list[list[Any]]:
     return accs
 
 
-def _multiply_pair(e: VectorEmitter, accs: list[list[Any]], x_rows: list[Any], w: list[Any]) -> None:
+def multiply_pair(e: VectorEmitter, accs: list[list[Any]], x_rows: list[Any], w: list[Any]) -> None:
     """One pair of inputs: load the weights once, broadcast each row's pair, or its elements in turn."""
     if e.isa.dot == "vdpbf16ps":
         weights = [e.load(address, V16I) for address in w]
@@ -103,13 +103,13 @@ def _widened(e: VectorEmitter, w: list[Any]) -> Iterator[list[Any]]:
     yield [e.widen_second(e.load(address, V16I, volatile=True)) for address in w]
 
 
-def _spill(e: VectorEmitter, accs: list[list[Any]], out: Any, ldo: Any) -> None:
+def spill(e: VectorEmitter, accs: list[list[Any]], out: Any, ldo: Any) -> None:
     for m, row in enumerate(accs):
         for j, acc in enumerate(row):
             e.store(e.b.load(acc), e.at(e.at(out, ldo, m) if m else out, j * 64))
 
 
-def _row_starts(e: VectorEmitter, x: Any, ldx: Any, rows: int) -> list[Any]:
+def row_starts(e: VectorEmitter, x: Any, ldx: Any, rows: int) -> list[Any]:
     return [e.at(x, ldx, m) if m else x for m in range(rows)]
 
 
@@ -143,8 +143,8 @@ def make_vector_dot(isa: Isa, rows: int, prefetch: bool, one_block: bool = False
             x, ldx, w0, w1, steps, w_step, out, ldo, ahead, lines = args
             e = VectorEmitter(b, isa)
             for blocks in [[0]] if one_block else _passes(isa, rows):
-                accs = _accumulators(e, rows, len(blocks))
-                starts = _row_starts(e, x, ldx, rows)
+                accs = accumulators(e, rows, len(blocks))
+                starts = row_starts(e, x, ldx, rows)
                 with cgutils.for_range(b, steps, intp=I64) as outer:
                     bases = [b.add((w0, w1)[j], b.mul(outer.index, w_step)) for j in blocks]
                     with cgutils.for_range(b, e.i64(STEP_PAIRS), intp=I64) as inner:
@@ -158,8 +158,8 @@ def make_vector_dot(isa: Isa, rows: int, prefetch: bool, one_block: bool = False
                                 e.prefetch(e.at(block, pair, PAIR_BYTES), locality=isa.prefetch_into)
                         elif blocks[0] == 0:
                             _look_ahead(e, ahead, lines, pair, 1 if one_block else 2)
-                        _multiply_pair(e, accs, [e.at(s, pair, 2 * isa.activation_bytes) for s in starts], here)
-                _spill(e, accs, e.at(out, 64 * blocks[0]), ldo)
+                        multiply_pair(e, accs, [e.at(s, pair, 2 * isa.activation_bytes) for s in starts], here)
+                spill(e, accs, e.at(out, 64 * blocks[0]), ldo)
             return ctx.get_dummy_value()
 
         return types.void(*_ints), emit
@@ -180,8 +180,8 @@ def make_vector_weigh(isa: Isa, rows: int) -> Any:
             p, ldp, blocks, num_blocks, offset, out, ldo = args
             e = VectorEmitter(b, isa)
             for columns in _passes(isa, rows):
-                accs = _accumulators(e, rows, len(columns))
-                starts = _row_starts(e, p, ldp, rows)
+                accs = accumulators(e, rows, len(columns))
+                starts = row_starts(e, p, ldp, rows)
                 with cgutils.for_range(b, num_blocks, intp=I64) as outer:
                     base = b.add(e.load(e.at(blocks, outer.index, 8), I64, align=8), offset)
                     with cgutils.for_range(b, e.i64(V_BLOCK_PAIRS), intp=I64) as inner:
@@ -193,8 +193,8 @@ def make_vector_weigh(isa: Isa, rows: int) -> Any:
                             line = e.at(b.add(other, offset), inner.index, 2 * PAIR_BYTES)
                             e.prefetch(line, locality=isa.prefetch_into)
                             e.prefetch(e.at(line, PAIR_BYTES), locality=isa.prefetch_into)
-                        _multiply_pair(e, accs, [e.at(s, pair, 2 * isa.activation_bytes) for s in starts], w)
-                _spill(e, accs, e.at(out, 64 * columns[0]), ldo)
+                        multiply_pair(e, accs, [e.at(s, pair, 2 * isa.activation_bytes) for s in starts], w)
+                spill(e, accs, e.at(out, 64 * columns[0]), ldo)
             return ctx.get_dummy_value()
 
         return types.void(*_ints[:7]), emit

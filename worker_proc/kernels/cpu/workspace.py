@@ -42,9 +42,10 @@ class Workspace:
         """Copies of a batch's arrays. They stay where they are: finding out an array's address costs more."""
         self._sizes = {name: self.steps[name] for name in ("num_tokens", "num_seqs", "num_logits", "table_width")}
         activation_bytes = int(image.models[0]["activation_bytes"])
-        size = scratch_bytes(image.head_pad, activation_bytes)
+        parts = (image.head_pad, activation_bytes, image.panel_bytes)
+        size = scratch_bytes(*parts)
         self._scratch = huge_buffer(num_threads * size, "thread scratch")
-        self.owns = scratch_records(int(self._scratch.ctypes.data), num_threads, image.head_pad, activation_bytes)
+        self.owns = scratch_records(int(self._scratch.ctypes.data), num_threads, *parts)
         d = image.shape
         step = self.steps[0]
         slot = d.num_heads * (STATE_FLOATS + image.head_pad) * 4
