@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import islice
 from typing import Protocol
 
 from common.inboxes import GATEWAY_STUCK_S
@@ -60,19 +61,19 @@ class GatewayBox:
     def flush(self, now: float) -> bool:
         """Send what there is; False when the channel has been full for ``GATEWAY_STUCK_S``."""
         while self.rows or self._refused:
-            rids = list(self.rows)[:_MAX_ROWS]
-            batch = []
-            for rid in rids:
-                row = self.rows[rid]
-                if isinstance(row, TextRow):
-                    batch.append(row)
-                elif not row.empty:
-                    batch.append(row.to_wire())
-            batch.extend(self._refused.values())
+            rows = self.rows if len(self.rows) <= _MAX_ROWS else dict(islice(self.rows.items(), _MAX_ROWS))
+            batch = [
+                row if isinstance(row, TextRow) else row.to_wire()
+                for row in rows.values()
+                if isinstance(row, TextRow) or not row.empty
+            ]
+            batch += self._refused.values()
             if batch and not self.sender.send(TextBatch(detokenizer_generation=self._generation, rows=batch)):
                 self._full_since = now if self._full_since is None else self._full_since
                 return now - self._full_since <= GATEWAY_STUCK_S
-            for rid in rids:
+            if rows is self.rows:
+                rows.clear()
+            for rid in rows:
                 del self.rows[rid]
             self._refused.clear()
         self._full_since = None

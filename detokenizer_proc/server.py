@@ -83,10 +83,7 @@ class Detokenizer:
         if stream is None or row.attempt != stream.begin.attempt:
             return  # ended here already, or of an attempt that is over
         box = self._outbox.box(stream.begin.gateway)
-        if row.rid not in box.rows and stream.goes_plain(row):
-            ready = stream.advance_plain(row)
-            if ready is not None:
-                box.rows[row.rid] = ready
+        if row.rid not in box.rows and stream.advance_plain(row, box.rows):
             return
         out = box.pending(row.rid)
         if out is None:

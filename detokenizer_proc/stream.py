@@ -18,8 +18,10 @@ from common.messages import (
     TokenLogprob,
     TokenRow,
     TopLogprobs,
+    pack_ints,
     unpack_f32,
     unpack_i32,
+    unpack_ints,
 )
 from detokenizer_proc.decoding import IncrementalDecoder, Vocabulary
 from detokenizer_proc.rows import PendingRow
@@ -67,27 +69,33 @@ class Stream:
         """An empty row that continues behind what was put into rows so far."""
         return PendingRow(self.begin.rid, self.begin.attempt, self._sent_ids, self._sent_len)
 
-    def goes_plain(self, row: TokenRow) -> bool:
-        """Whether ``advance_plain`` can take the row in: one new id, nothing held back, nothing else to say."""
-        return (
-            self._is_plain and len(row.ids) == 4 and row.index == self.num_ids and not self._ids and row.finish is None
-        )
-
-    def advance_plain(self, row: TokenRow) -> TextRow | None:
-        """``advance`` for nearly every row there is, in a tenth of the steps. None: there is nothing to send yet."""
-        (token_id,) = _ONE_ID.unpack(row.ids)
-        text = self._decoder.push(token_id)
-        index, offset = self._sent_ids, self._sent_len
-        starts = _ONE_ID.pack(offset) if self._with_starts else b""
-        self.num_ids += 1
+    def advance_plain(self, row: TokenRow, ready: dict[str, PendingRow | TextRow]) -> bool:
+        """``advance`` for nearly every row there is, in a tenth of the steps: nothing is held back, and nothing but new
+        ids is said. What can be sent of it is put into ``ready``; False, and nothing is changed, for any other row."""
+        if not self._is_plain or self._ids or row.index != self.num_ids or row.finish is not None or not row.ids:
+            return False
+        decoder, index, offset = self._decoder, self._sent_ids, self._sent_len
+        ids, text, num_whole = row.ids, "", 0
+        starts: list[int] = []
+        for number, (token_id,) in enumerate(_ONE_ID.iter_unpack(ids), start=1):
+            if self._with_starts:
+                starts.append(offset + len(text) + decoder.held_len)
+            text += decoder.push(token_id)
+            if not decoder.holding:
+                num_whole = number
+        self.num_ids += len(ids) // 4
         self._known_len = self._sent_len = offset + len(text)
-        if self._decoder.holding:  # the text may be that of ids before; this one is to wait
-            self._ids.append(token_id)
-            if starts:
-                self._starts.append(offset)
-            return TextRow(row.rid, row.attempt, index, b"", offset, text, completion_tokens=index) if text else None
-        self._sent_ids = index + 1
-        return TextRow(row.rid, row.attempt, index, row.ids, offset, text, completion_tokens=index + 1, starts=starts)
+        self._sent_ids = index + num_whole
+        if 4 * num_whole < len(ids):  # the text may be that of ids before; these are to wait
+            self._ids += unpack_ints(ids[4 * num_whole :])
+            self._starts += starts[num_whole:]
+            ids, starts = ids[: 4 * num_whole], starts[:num_whole]
+        if text or ids:
+            ready[row.rid] = TextRow(
+                row.rid, row.attempt, index, ids, offset, text, completion_tokens=index + num_whole,
+                starts=pack_ints(starts) if starts else b"",
+            )  # fmt: skip
+        return True
 
     def advance(self, row: TokenRow, out: PendingRow) -> StopHit | None:
         """Take in new ids and put what may be sent into ``out``; sets ``ended`` with the ending.
@@ -101,7 +109,7 @@ class Stream:
         if skip < 0:
             self._end(out, _lost_ids(row.index, self.num_ids))
             return StopHit(rid=row.rid, attempt=row.attempt, index=self.num_ids, stop="")
-        ids = _ONE_ID.unpack(row.ids) if len(row.ids) == 4 else tuple(unpack_i32(row.ids).tolist())
+        ids = unpack_ints(row.ids)
         if self.begin.logprobs is not None:
             self._entries.extend(self._render(ids, row)[skip:])
         silent = self._silent_last(ids, row.finish)

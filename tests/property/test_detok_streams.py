@@ -9,10 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from common.messages import BeginOutput, Finish, TextParams, TokenBatch, TokenRow, pack_f32, pack_i32, unpack_i32
+from common.messages import (
+    BeginOutput,
+    Finish,
+    TextParams,
+    TextRow,
+    TokenBatch,
+    TokenRow,
+    pack_f32,
+    pack_i32,
+    unpack_i32,
+)
 from detokenizer_proc.decoding import Vocabulary
 from detokenizer_proc.outbox import Outbox
+from detokenizer_proc.rows import PendingRow
 from detokenizer_proc.server import Detokenizer
+from detokenizer_proc.stream import Stream
 from tests.unit.text_fakes import Channels, FakeSender, read
 from tests.unit.text_tokenizers import load
 
@@ -121,3 +133,26 @@ def test_each_id_is_said_to_begin_where_its_text_does(
     # What is not whole yet is U+FFFD, of which the words have none: a character, or a run of byte tokens.
     whole = [len(tokenizer.decode(ids[:n]).rstrip("\ufffd")) for n in range(len(ids))]
     assert starts == list(itertools.accumulate(whole, max))
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(data=st.data(), family=st.sampled_from(FAMILIES), starts=st.booleans())
+def test_the_short_way_says_what_the_long_way_does(data: st.DataObject, family: str, starts: bool) -> None:
+    words = data.draw(st.lists(st.sampled_from(["fox", " the ", "🙂", "日本", "ü", "."]), min_size=1, max_size=9))
+    ids = tokenizer_of(family).encode("".join(words), add_special_tokens=False).ids
+    begin = BeginOutput("r", 0, "gateway-0", 3, 0, TextParams(starts=starts))
+    short, long = Stream(begin, vocabulary(family)), Stream(begin, vocabulary(family))
+    at = num_short = 0
+    while at < len(ids):
+        row = TokenRow("r", 0, at, pack_i32(ids[at : at + data.draw(st.integers(1, 5))]))
+        at += len(row.ids) // 4
+        ready: dict[str, PendingRow | TextRow] = {}
+        said, pending = short.new_row(), long.new_row()
+        if short.advance_plain(row, ready):
+            num_short += 1
+        else:
+            short.advance(row, said)
+            ready = {} if said.empty else {"r": said.to_wire()}
+        long.advance(row, pending)
+        assert ready == ({} if pending.empty else {"r": pending.to_wire()})
+    assert num_short, "the first row can go the short way, whatever it holds"
