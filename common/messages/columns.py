@@ -22,7 +22,7 @@ def unpack_i32(data: bytes) -> NDArray[np.int32]:
 
 def pack_ints(values: Sequence[int]) -> bytes:
     """As :func:`pack_i32`, of a list: for a few numbers it takes less than the way through an array."""
-    return struct.pack(f"<{len(values)}i", *values)
+    return struct.pack(f"<{len(values)}i", *values) if values else b""
 
 
 def unpack_ints(data: bytes) -> tuple[int, ...]:
