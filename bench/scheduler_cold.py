@@ -3,8 +3,8 @@
 In the server hundreds of megabytes of weights pass through the caches between two turns of the scheduler, so code
 and data come from memory each time; a loop that only calls ``Scheduler.step`` shows a tenth of what that takes. Here
 the real process runs, with its channels, between others that are played: a worker without a model, whose steps
-last ``STEP_S``, clients that keep ``rows`` requests of ``OUTPUT_LEN`` tokens going, a gateway. Meanwhile one process
-per core walks through an array that fits into no cache.
+last ``STEP_S`` and in which a row gives several ids now and then, clients that keep ``rows`` requests of
+``OUTPUT_LEN`` tokens going, a gateway. Meanwhile one process per core walks through an array that fits into no cache.
 
 Processor time is what the kernel counted (``schedstat``), ZeroMQ's thread apart. Other work on the machine makes it
 larger, so two versions are compared by turns, and the least of several windows is given beside their median.
@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.children import start, stop
+from bench.paced_worker import MAX_DRAFTS, num_drawn
 from common import config as config_file
 from common.channels import Channels
 from common.config import RuntimeConfig, ServerConfig
@@ -114,7 +115,7 @@ class Others:
         return WorkerReady(
             epoch=epoch, generation=0, rank=0, num_pages=NUM_PAGES, page_size=PAGE, context_len=2048,
             vocab_size=32000, max_slots=MAX_SLOTS, model_path="none", batch_invariant=True, dtype="none",
-            device="none", threads=0,
+            device="none", threads=0, max_drafts=MAX_DRAFTS,
         )  # fmt: skip
 
     def play(self, seconds: float) -> None:
@@ -168,14 +169,18 @@ class Others:
         for slot, chunk in zip(unpack_i32(batch.slots).tolist(), unpack_i32(batch.num_tokens).tolist(), strict=True):
             state = self.known[slot]
             state[1] += chunk or state[0] - state[1]
-            counts.append(int(state[1] == state[0]))
+            samples = state[1] == state[0]
+            counts.append(num_drawn(state[0] + slot) if samples and not chunk else int(samples))
             state[0] += counts[-1]
+            state[1] += max(counts[-1] - 1, 0)
         ids = self._rng.integers(10, 32000, sum(counts))
         self.num_steps += 1
         self.num_late += self.idle_s > LATE_S
+        drafts = [max(n - 1, 0) for n in counts]
         self.results.send(
             StepResult(epoch=batch.epoch, step=batch.step, num_ids=pack_i32(counts), ids=pack_i32(ids),
-                       flags=bytes(len(counts)), started=time.time(), forward_s=STEP_S, idle_s=self.idle_s)
+                       flags=bytes(len(counts)), num_drafts=pack_i32(drafts) if any(drafts) else b"",
+                       started=time.time(), forward_s=STEP_S, idle_s=self.idle_s)
         )  # fmt: skip
 
 

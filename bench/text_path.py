@@ -1,9 +1,11 @@
 """What streaming text costs: processor time of gateway, tokenizer and detokenizer at a fixed rate of tokens.
 
-    python -m bench.text_path [--streams 8 32 50] [--rate 500] [--windows 6] [--seconds 5] [--model DIR]
+    python -m bench.text_path [--streams 8 32 50] [--rate 500] [--drafts] [--cold] [--windows 6] [--seconds 5]
+        [--model DIR]
 
 The real gateway, tokenizer, detokenizer and scheduler run as processes; the worker has no model and gives
-``--rate`` tokens per second, whatever the number of streams (``bench.paced_worker``). Clients read chat streams
+``--rate`` tokens per second, whatever the number of streams (``bench.paced_worker``; with ``--drafts`` rows of several
+ids are among them, and what is said to be per token is per row). Clients read chat streams
 over HTTP, from another process. Two workloads for each number of streams:
 
 * long: the same streams all the time, so that nothing but tokens is handled
@@ -11,7 +13,8 @@ over HTTP, from another process. Two workloads for each number of streams:
 
 Processor time is what the kernel counted for each thread (``schedstat``), ZeroMQ's included, as a share of one core
 at the rate asked for: seconds per token, times ``--rate``. Other work on the machine makes it larger (caches), never
-smaller, so the least of several windows is given beside their median. The last line is one JSON object.
+smaller, so the least of several windows is given beside their median. With ``--cold`` somebody uses the caches all the
+time, as a worker with a model does (``bench/scheduler_cold.py``). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,12 +29,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench.children import get, start, wait_ready
+from bench.scheduler_cold import busy_cores
 from bench.servers import free_port
 from common import config as config_file
 from common.channels import Channels
@@ -95,7 +99,7 @@ class Clients:
 
 
 @contextmanager
-def processes(model_dir: str, rate: float) -> Iterator[tuple[int, dict[str, int]]]:
+def processes(model_dir: str, rate: float, drafts: bool) -> Iterator[tuple[int, dict[str, int]]]:
     """The engine with a paced worker; yields (port, pid by role)."""
     with tempfile.TemporaryDirectory(prefix="qt-bench-") as folder:
         port = free_port()
@@ -105,7 +109,8 @@ def processes(model_dir: str, rate: float) -> Iterator[tuple[int, dict[str, int]
         (Path(folder) / "config.json").write_bytes(config_file.save(config))
         channels = Channels(folder)
         channels.receiver("supervisor")  # where heartbeats go; nobody reads them
-        started = {"worker": start("bench.paced_worker", "--run-dir", folder, "--rate", str(rate))}
+        options = ["--run-dir", folder, "--rate", str(rate)] + ["--drafts"] * drafts
+        started = {"worker": start("bench.paced_worker", *options)}
         try:
             for role, package in PACKAGES.items():
                 started[role] = start(package, "--run-dir", folder)
@@ -170,6 +175,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=[8, 32, 50], help="streams at once")
     parser.add_argument("--rate", type=float, default=500.0, help="tokens per second of all streams together")
+    parser.add_argument("--drafts", action="store_true", help="rows give several ids now and then")
+    parser.add_argument("--cold", action="store_true", help="while others use the caches")
     parser.add_argument("--windows", type=int, default=6, help="measurements of each workload")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
@@ -179,11 +186,12 @@ def main() -> None:
     result: dict[str, Any] = {"benchmark": "text_path", "rate": args.rate, "cores": os.cpu_count()}
     for streams in args.streams:
         for name in args.workloads:
-            with processes(model_dir, args.rate) as (port, pids):
+            with processes(model_dir, args.rate, args.drafts) as (port, pids):
                 asyncio.run(wait_ready(port))
-                measured = asyncio.run(
-                    measure(port, pids, streams, WORKLOADS[name], args.windows, args.seconds, args.rate)
-                )
+                with busy_cores() if args.cold else nullcontext():
+                    measured = asyncio.run(
+                        measure(port, pids, streams, WORKLOADS[name], args.windows, args.seconds, args.rate)
+                    )
             result[f"{name}-{streams}"] = measured
             print(f"{name}, {streams} streams: {measured}", flush=True)
     print(json.dumps(result))
