@@ -103,6 +103,7 @@ class Scheduler:
         self.output = Output(state, life)
         self.controls = Controls(state, self.ingest, self.generations)
         self.next_status = 0.0
+        self.told_idle = False
         self._more = False
         """Another batch could be built at once."""
         self.announced: tuple[bool, bool, tuple[tuple[str, int], ...]] | None = None
@@ -191,6 +192,9 @@ class Scheduler:
         idle = self.idle
         if not idle:
             self.next_status = min(self.next_status, now + STATUS_S)
+        elif not self.told_idle:
+            self.next_status = now  # the counts of what has just ended
+        self.told_idle = idle
         if now >= self.next_status or news != self.announced or out.addresses:
             self.announced = news
             self.next_status = now + (IDLE_STATUS_S if idle else STATUS_S)

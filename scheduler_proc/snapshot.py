@@ -86,6 +86,7 @@ def take(scheduler: Scheduler) -> bytes:
             profiles=scheduler.controls.profiles,
             next_status=scheduler.next_status,
             announced=scheduler.announced,
+            told_idle=scheduler.told_idle,
         )
     )
 
@@ -185,6 +186,7 @@ def _put_parts(scheduler: Scheduler, snap: Snapshot, reqs: list[Req]) -> None:
     scheduler.controls.profiles.update(snap.profiles)
     scheduler.next_status = snap.next_status
     scheduler.announced = snap.announced
+    scheduler.told_idle = snap.told_idle
 
 
 def _put_req(record: ReqState, nodes: dict[int, Node]) -> Req:

@@ -131,3 +131,4 @@ class Snapshot(msgspec.Struct):
     profiles: dict[str, tuple[float, Control]]
     next_status: float
     announced: tuple[bool, bool, tuple[tuple[str, int], ...]] | None
+    told_idle: bool = False

@@ -342,7 +342,7 @@ def test_status_counts_and_uses_sglangs_names() -> None:
         assert row[1] == sum(row[2:])
 
 
-def test_status_comes_seldom_while_idle_and_soon_with_work_and_for_a_gateway_that_comes() -> None:
+def test_status_comes_seldom_while_idle_and_at_once_when_work_ends_or_a_gateway_comes() -> None:
     rig = Rig()
     rig.step(seconds=IDLE_STATUS_S)
     assert rig.out.status is not None
@@ -354,9 +354,13 @@ def test_status_comes_seldom_while_idle_and_soon_with_work_and_for_a_gateway_tha
     assert rig.out.status is None and rig.out.wake_at <= rig.now + STATUS_S
     rig.step(seconds=STATUS_S)
     assert rig.out.status is not None and rig.out.status.num_running == 1
-    rig.finish()
-    rig.step(seconds=STATUS_S)
-    assert rig.out.status is not None and rig.out.status.num_running == 0
+    told = []
+    while not told or told[-1].num_running:
+        assert rig.now < 200
+        rig.turn()
+        told += [rig.out.status] if rig.out.status is not None else []
+    assert rig.scheduler.idle
+    assert told[-1].metrics["num_finished_requests_total_length"] == 1, "what has ended is told at once"
     rig.step(seconds=STATUS_S)
     assert rig.out.status is None
 
