@@ -155,8 +155,8 @@ def fast_runner(model: str, ready: WorkerReady) -> ModelRunner:
     return runner
 
 
-def take_turns(model: str, case: str, turns: int, folder: str) -> dict[str, Any]:
-    """Medians of a case over its turns."""
+def take_turns(model: str, case: str, turns: int, folder: str, rest_s: float) -> dict[str, Any]:
+    """Medians of a case over its turns. ``rest_s``: before the first, while both pools' memory is made real."""
     workload, concurrency, n = CASES[case]
     served, bare, ratios, cpu = [], [], [], []
     with servers.serve(servers.quintet("--trace", folder, model=model)) as server:
@@ -165,6 +165,7 @@ def take_turns(model: str, case: str, turns: int, folder: str) -> dict[str, Any]
         loop = BareLoop(model, read_batches(folder).ready)
         try:
             loop.follow(read_batches(folder))
+            time.sleep(rest_s)
             for turn in range(turns):
                 served_load = load.put(server, Options(server.url, "default", workload, concurrency, n, turn, warmup=0))
                 if served_load.run.errors:
@@ -195,11 +196,12 @@ def main() -> int:
     parser.add_argument("--model", required=True, help="folder of a bf16 transformers model")
     parser.add_argument("--case", action="append", choices=list(CASES), default=[])
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--rest-s", type=float, default=30.0, help="seconds between the start and the first turn")
     args = parser.parse_args()
     out: dict[str, Any] = {}
     for case in args.case or CASES:
         with tempfile.TemporaryDirectory(prefix="quintet-bare-") as folder:
-            out[case] = take_turns(args.model, case, args.turns, folder)
+            out[case] = take_turns(args.model, case, args.turns, folder, args.rest_s)
         print(f"{case}: median ratio {out[case]['ratio']}, {out[case]['cpu_s_per_1000_tokens']}", flush=True)
     print(json.dumps(out))
     return 0
