@@ -165,9 +165,10 @@ def _weigh_chain(tag: str, levels: list[Level]) -> Any:
 def _padded_levels(row_tiles: tuple[int, ...]) -> list[tuple[int, int]]:
     """(fewest rows, rows of the tile): up to the tallest tile's, all rows are in one tile, so that a panel passes once.
 
-    Nine rows in a tile of twelve cost three that nobody reads; in eight and one, the panel a second time.
+    Nine rows in a tile of twelve cost three that nobody reads; in eight and one, the panel a second time. Three rows
+    take as long as four, so there is no tile of three.
     """
-    tiles = [rows for rows in row_tiles if rows not in (3,)]
+    tiles = [rows for rows in row_tiles if rows != 3]
     return [(lower + 1, rows) for rows, lower in zip(tiles, [*tiles[1:], 0], strict=True)]
 
 
