@@ -55,11 +55,12 @@ class Commit:
         for page in flight.copied_pages:
             pool.allocator.release([page])
         self._count(pool, message, flight)
+        reqs = [pool.table.reqs[slot] for slot in slots]  # some end here, and their rows still have numbers of theirs
         for failure in message.failures:
             self._fail(pool, slots, failure.row, failure.message)
         for chunk in message.prompt_logprobs:
             self._prompt_logprobs(pool, slots, chunk)
-        self._append(pool.table, flight, message)
+        self._append(pool.table, flight, message, reqs)
         self._after_chunks(pool, flight)
         self._acquit(pool, slots)
         rows, running = pool.table.rows, pool.table.running
@@ -99,26 +100,30 @@ class Commit:
 
     # ------------------------------------------------------------------ rows
 
-    def _append(self, table: SlotTable, flight: InFlight, message: StepResult) -> None:
+    def _append(
+        self, table: SlotTable, flight: InFlight, message: StepResult, reqs: Sequence[Req | None]
+    ) -> None:
         """Each row's new ids to its request, whose end they may be."""
         append = wide.append_plain if len(flight.slots) > FEW else append_plain
         num_plain, ended, others = append(table, flight.slots, message)
         self.state.metrics.generation_tokens_total += num_plain
         if others:
-            self._slow_rows(table, flight, others, message)
+            self._slow_rows(table, reqs, others, message)
         for slot, token in ended:
             req = table.reqs[slot]
             assert req is not None  # a slot with a row in flight is taken
             self.life.finish(req, Finish("stop", token) if token in req.stop_ids else Finish("length"))
 
-    def _slow_rows(self, table: SlotTable, flight: InFlight, rows: list[Span], message: StepResult) -> None:
+    def _slow_rows(
+        self, table: SlotTable, reqs: Sequence[Req | None], rows: list[Span], message: StepResult
+    ) -> None:
         """Rows with log-probabilities, grammars, many stop ids, flags, or whose request has ended."""
         ids, logprobs = unpack_ints(message.ids), unpack_f32(message.logprobs)
         at = at_top = 0
         for row, start, n in rows:
-            req = table.reqs[flight.slots[row]]
+            req = reqs[row]
             if req is None:
-                continue  # its row failed, and it is gone already
+                continue
             sampling = req.spec.sampling
             top: list[TopLogprobs] = []
             values: list[float] = []
